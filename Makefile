@@ -1,0 +1,45 @@
+# One command each; every one of them first makes .venv, or finds it made (.ci/bootstrap.py).
+#   make test PYTEST_ARGS="-k scheduler"      make setup PYTHON=python3.12 TORCH_INDEX_URL=...
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench clean distclean
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## make or update the virtual environment (.venv); does nothing when it is up to date
+	@$(PYTHON) .ci/bootstrap.py --venv $(VENV)
+
+demo: setup ## run the demo: the three doors on the shipped tiny checkpoint
+	@$(BIN)/python examples/demo.py $(DEMO_ARGS)
+
+test: setup ## run the whole CPU test suite
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup ## rewrite the sources in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup ## measure speed against transformers' generate
+	@$(BIN)/python examples/benchmarks $(BENCH_ARGS)
+
+clean: ## remove caches and build products
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks out
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## remove the virtual environment too
+	rm -rf $(VENV)

@@ -1,0 +1,1 @@
+"""The HuggingFace door: `model.generate` served by a nanoserve engine over the same weights."""
