@@ -1,0 +1,49 @@
+"""The core stays readable in one sitting: a budget of code lines, and no long file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.house.source_tree import CORE, name_of, num_code_lines, package_files, per_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MAX_CORE_LINES = 3_500  # without kernels/
+MAX_FILE_LINES = 450
+
+
+def test_code_lines_leave_out_blanks_comments_and_docstrings() -> None:
+    lines = [
+        '"""Doc',
+        'string."""',
+        "",
+        "import os  # why",
+        "# comment",
+        "def f() -> str:",
+        '    """Doc."""',
+        '    return """a',
+        "",
+        'b"""',
+    ]
+    source = "\n".join(lines)
+
+    assert num_code_lines(source) == 5  # import, def, and three of the string
+
+
+def test_core_without_kernels_keeps_to_its_budget() -> None:
+    files = [
+        path for path in package_files("nanoserve_core") if CORE / "kernels" not in path.parents
+    ]
+    sizes = {name_of(path): num_code_lines(path.read_text(encoding="utf-8")) for path in files}
+
+    total = sum(sizes.values())
+
+    assert total <= MAX_CORE_LINES, f"{total} code lines, {MAX_CORE_LINES} allowed: {sizes}"
+
+
+@per_file(package_files())
+def test_no_file_is_long(path: Path) -> None:
+    num_lines = num_code_lines(path.read_text(encoding="utf-8"))
+
+    assert num_lines <= MAX_FILE_LINES
