@@ -168,7 +168,7 @@ def constraints_text(torch_version: str | None) -> str:
 
 def pip(python: Path, *arguments: str) -> None:
     """Run pip for the environment of `python`, with its own pip or else the running Python's."""
-    quiet = ["--quiet", "--disable-pip-version-check", "--no-input"]
+    quiet = ["--quiet", "--quiet", "--disable-pip-version-check", "--no-input"]  # errors only
     if next(python.parent.glob("pip*"), None):
         run([str(python), "-m", "pip", *arguments, *quiet])
     else:

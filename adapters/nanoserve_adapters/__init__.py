@@ -1,1 +1,1 @@
-"""What every framework needs between itself and the core: engine threads, engine sharing, refusals."""
+"""What every framework needs between itself and the core: engine threads, sharing, refusals."""
