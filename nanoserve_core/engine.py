@@ -1,0 +1,534 @@
+"""`Engine`: requests in, `StepOutput`s out, one step at a time; the only caller of hooks.
+
+    add_request -> Scheduler.schedule -> StepPlan -> ModelRunner.launch -> InFlight.wait
+                -> Scheduler.commit -> StepOutput
+
+The engine owns no thread: whoever owns it calls `step` (``EngineThread``, or the caller of `LLM`).
+Up to ``runner.run_ahead`` further steps are launched before the oldest is read, so that the device
+never waits for the host. It knows token ids only; text belongs to the doors.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter, deque
+from dataclasses import replace
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nanoserve_core.block_manager import BlockManager
+from nanoserve_core.config import EngineConfig
+from nanoserve_core.engine_stats import EngineStats
+from nanoserve_core.errors import ConfigError, EngineClosed, InvalidRequest
+from nanoserve_core.hookspecs import StepRow, StepStats
+from nanoserve_core.model_runner import ModelRunner
+from nanoserve_core.philox import derive_seed
+from nanoserve_core.plugins import PluginManager
+from nanoserve_core.request import FinishReason, Request, Sequence, StepOutput
+from nanoserve_core.request_state import RequestState
+from nanoserve_core.scheduler import Scheduler, SchedulerEvents
+from nanoserve_core.validation import RequestValidator
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+    from torch import nn
+
+    from nanoserve_core.config import ModelSpec
+    from nanoserve_core.model_runner import InFlight, StepResult
+    from nanoserve_core.plan import StepPlan
+    from nanoserve_core.request import RequestMetrics, StopCheck
+    from nanoserve_core.scheduler import Committed
+
+
+class _Launched(NamedTuple):
+    plan: StepPlan
+    in_flight: InFlight
+    start_time: float
+    num_cached_tokens: int
+    num_preemptions: int
+    rows: tuple[StepRow, ...]
+    """Only made when a plugin listens."""
+
+
+class Engine:
+    """Runs requests on one model. Not thread-safe: one thread owns it, except for `validate`.
+
+    ``model``: a local directory, a hub id, or a live ``Qwen3ForCausalLM``, whose weights are then
+    shared, not copied. Raises `ConfigError` or `UnsupportedOption` when that cannot be served.
+    """
+
+    def __init__(self, model: str | Path | nn.Module, config: EngineConfig | None = None) -> None:
+        config = config or EngineConfig()
+        if config.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={config.tensor_parallel_size} is not served yet: expected "
+                "1. "
+                "Run one engine per device."
+            )
+        plugins = PluginManager(config.plugins, config.allowed_plugins)
+        self._start(ModelRunner.create(model, config, plugins), config, plugins)
+
+    @classmethod
+    def from_runner(
+        cls, runner: ModelRunner, config: EngineConfig, plugins: PluginManager | None = None
+    ) -> Engine:
+        """An engine on a runner that was made elsewhere; ``plugins`` are those given to it."""
+        engine = cls.__new__(cls)
+        engine._start(  # noqa: SLF001  # a second constructor
+            runner, config, plugins or PluginManager(config.plugins, config.allowed_plugins)
+        )
+        return engine
+
+    def _start(self, runner: ModelRunner, config: EngineConfig, plugins: PluginManager) -> None:
+        self._runner = runner
+        self._plugins = plugins
+        self._blocks = BlockManager(
+            runner.num_blocks,
+            runner.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            hash_algo=config.prefix_caching_hash_algo,
+        )
+        self._scheduler = Scheduler(
+            self._blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=runner.max_model_len,
+            eos_token_ids=frozenset(runner.spec.eos_token_ids),
+            watermark=config.watermark,
+        )
+        self.config = config
+        self.spec: ModelSpec = runner.spec
+        self.max_model_len: int = runner.max_model_len
+        self.eos_token_ids: tuple[int, ...] = runner.spec.eos_token_ids
+        self.validate = RequestValidator(
+            vocab_size=runner.spec.vocab_size,
+            max_model_len=runner.max_model_len,
+            num_blocks=runner.num_blocks,
+            block_size=runner.block_size,
+        )
+        """Raises `InvalidRequest` for a request that can never run; pure, any thread may call."""
+        self._requests: dict[str, RequestState] = {}
+        self._sequences: dict[int, Sequence] = {}
+        self._in_flight: deque[_Launched] = deque()
+        self._ready: list[StepOutput] = []
+        self._seeds = random.Random(config.seed)
+        self._sequence_ids, self._arrivals = count(), count()
+        self._finished_requests: Counter[FinishReason] = Counter()
+        self._runner_epoch = runner.weights_epoch()
+        self._weights_epoch = 0
+        self._must_check_weights = False
+        self._is_closed = False
+        plugins.configure(config, runner.spec)
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; its outputs come from `step`.
+
+        Raises `InvalidRequest`, `RequestTooLong`, a plugin's refusal, or `EngineClosed`; then
+        nothing has changed.
+        """
+        self._check_open()
+        self.validate(request)
+        if request.request_id in self._requests:
+            raise InvalidRequest(
+                f"request_id={request.request_id!r} is in use by an unfinished request: "
+                "expected a new one. Number your requests."
+            )
+        request = self._with_hooks(request)
+        state = RequestState(request, self._new_sequences(request), arrival_time=time.monotonic())
+        if self._is_empty(request):
+            self._finish_empty(state)
+            return
+        self._scheduler.add(state.sequences)
+        self._requests[request.request_id] = state
+        self._sequences.update((sequence.sequence_id, sequence) for sequence in state.sequences)
+        self._must_check_weights = True
+
+    def abort(self, request_id: str) -> None:
+        """End a request with reason ``abort``; its last `StepOutput` comes from the next `step`.
+
+        Idempotent; an unknown or finished id is ignored. No token arrives after this call.
+        """
+        self._end(request_id, FinishReason.ABORT)
+
+    def has_unfinished_requests(self) -> bool:
+        """True while `step` has something to do or to deliver."""
+        return bool(self._requests or self._ready or self._in_flight)
+
+    # -- the step ---------------------------------------------------------------------------------
+
+    def step(self) -> list[StepOutput]:
+        """Launch what can be launched, wait for the oldest launched step, return its news.
+
+        An empty list is normal: a prefill chunk yields no token. An exception out of here is a
+        failure of the engine itself, not of a request.
+        """
+        self._check_open()
+        self._refresh_weights()
+        self._launch_ahead()
+        launched = self._commit_oldest() if self._in_flight else None
+        outputs, self._ready = self._ready, []
+        self._report(outputs, launched)
+        return outputs
+
+    def weights_changed(self) -> None:
+        """Tell that the weights were changed: nothing cached before is used for new requests.
+
+        Running requests go on with the K/V they have. Changes that the runner can see (versions,
+        storage, optimizer steps) need no call.
+        """
+        self._check_open()
+        self._runner_epoch = self._runner.weights_epoch()
+        self._advance_epoch()
+
+    def stats(self) -> EngineStats:
+        """Counters since the start, and the state now. Any thread may call it for a rough view."""
+        counted = self._scheduler.stats()
+        return EngineStats(
+            running=counted.num_running,
+            waiting=counted.num_waiting,
+            peak_batch=counted.peak_num_seqs,
+            free_blocks=self._blocks.num_free_blocks,
+            num_blocks=self._blocks.num_blocks,
+            prompt_tokens_computed=counted.num_prefill_tokens,
+            prompt_tokens_cached=counted.num_cached_tokens,
+            tokens_recomputed=counted.num_recomputed_tokens,
+            generated_tokens=counted.num_generated_tokens,
+            preemptions=counted.num_preemptions,
+            steps=counted.num_steps,
+            backends=dict(self._runner.backend_names),
+            weights_epoch=self._weights_epoch,
+            finished_requests={str(reason): n for reason, n in self._finished_requests.items()},
+        )
+
+    def close(self) -> None:
+        """Give the device memory back; unfinished requests are dropped. Idempotent."""
+        if self._is_closed:
+            return
+        if (hooks := self._plugins.hooks.shutdown) is not None:
+            self._plugins.observe(hooks, stats=self.stats())
+        self._is_closed = True
+        while self._in_flight:
+            self._in_flight.popleft().in_flight.wait()
+        self._runner.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def plugins(self) -> PluginManager:
+        """The engine's plugins; observers may be registered and unregistered between steps."""
+        return self._plugins
+
+    def check(self) -> None:
+        """Raise AssertionError when an invariant of scheduler or blocks is broken (for tests)."""
+        self._scheduler.check()
+
+    # -- admission --------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineClosed("this engine was closed: expected an open one. Make a new engine.")
+
+    def _with_hooks(self, request: Request) -> Request:
+        """The request with what plugins add to it; a hook that raises refuses the request."""
+        hooks, plugins = self._plugins.hooks, self._plugins
+        if hooks.cache_namespace is not None:
+            namespace = plugins.first(hooks.cache_namespace, request=request)
+            if namespace is not None:
+                request = replace(request, cache_salt=f"{request.cache_salt or ''}\0{namespace}")
+        if hooks.request_processor is not None:
+            added = plugins.collect(hooks.request_processor, request=request)
+            processors = (*request.logits_processors, *added)
+            request = replace(request, logits_processors=processors)
+        if hooks.stop_checker is not None:
+            checker = plugins.first(hooks.stop_checker, request=request)
+            if checker is not None:
+                asked = request.should_stop
+                request = replace(
+                    request, should_stop=_either(asked, checker) if asked else checker
+                )
+        if hooks.request_added is not None:
+            plugins.collect(hooks.request_added, request=request)
+        return request
+
+    def _new_sequences(self, request: Request) -> list[Sequence]:
+        sampling = request.sampling
+        seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
+        return [
+            Sequence(
+                sequence_id=next(self._sequence_ids),
+                request=request,
+                index=index,
+                seed=derive_seed(seed, index),
+                arrival=next(self._arrivals),
+                max_total_tokens=self.validate.max_total_tokens(request),
+                token_ids=list(request.prompt_token_ids),
+                num_prompt_tokens=len(request.prompt_token_ids),
+            )
+            for index in range(sampling.n)
+        ]
+
+    @staticmethod
+    def _is_empty(request: Request) -> bool:
+        return request.sampling.max_tokens == 0 and request.sampling.prompt_logprobs is None
+
+    def _finish_empty(self, state: RequestState) -> None:
+        for index in range(len(state.sequences)):
+            self._deliver(state, index, finish_reason=FinishReason.LENGTH)
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def _refresh_weights(self) -> None:
+        """Before new requests are scheduled: what was cached under other weights must not hit."""
+        if not self._must_check_weights:
+            return
+        self._must_check_weights = False
+        epoch = self._runner.weights_epoch()
+        if epoch != self._runner_epoch:
+            self._runner_epoch = epoch
+            self._advance_epoch()
+
+    def _advance_epoch(self) -> None:
+        self._weights_epoch += 1
+        self._scheduler.weights_changed(self._weights_epoch)
+        if (hooks := self._plugins.hooks.weights_changed) is not None:
+            old, new = self._weights_epoch - 1, self._weights_epoch
+            self._plugins.observe(hooks, old_epoch=old, new_epoch=new)
+
+    # -- launching --------------------------------------------------------------------------------
+
+    def _launch_ahead(self) -> None:
+        while len(self._in_flight) <= self._runner.run_ahead:
+            plan = self._scheduler.schedule()
+            events = self._scheduler.take_events()
+            self._note_events(events)
+            if plan is None:
+                return
+            start_time = time.monotonic()
+            launched = _Launched(
+                plan,
+                self._runner.launch(plan),
+                start_time,
+                events.num_cached_tokens,
+                len(events.preempted),
+                self._step_rows(plan) if self._plugins.hooks.step_finished is not None else (),
+            )
+            self._in_flight.append(launched)
+
+    def _note_events(self, events: SchedulerEvents) -> None:
+        if not events.admitted and not events.preempted:
+            return
+        now, hooks = time.monotonic(), self._plugins.hooks
+        for sequence, num_cached_tokens in (
+            (a.sequence, a.num_cached_tokens) for a in events.admitted
+        ):
+            state = self._requests[sequence.request.request_id]
+            state.note_admission(now, num_cached_tokens)
+            if hooks.request_scheduled is not None:
+                self._plugins.observe(
+                    hooks.request_scheduled,
+                    request=state.request,
+                    index=sequence.index,
+                    num_cached_tokens=num_cached_tokens,
+                    queued_seconds=now - state.arrival_time,
+                )
+        for sequence in events.preempted:
+            state = self._requests[sequence.request.request_id]
+            state.num_preemptions += 1
+            if hooks.request_preempted is not None:
+                self._plugins.observe(
+                    hooks.request_preempted,
+                    request=state.request,
+                    index=sequence.index,
+                    num_tokens=sequence.num_tokens,
+                )
+
+    # -- committing -------------------------------------------------------------------------------
+
+    def _commit_oldest(self) -> _Launched:
+        launched = self._in_flight[0]
+        result = launched.in_flight.wait()  # may be interrupted: only then is the step taken out
+        self._in_flight.popleft()
+        self._take_in_prompt_logprobs(launched.plan, result)
+        stop_errors: dict[int, BaseException] = {}
+        for done in self._scheduler.commit(
+            launched.plan,
+            result.token_ids.tolist(),
+            should_stop=lambda sequence: self._should_stop(sequence, stop_errors),
+            failed=result.errors.keys(),
+        ):
+            error = result.errors.get(done.row) or stop_errors.get(done.sequence.sequence_id)
+            self._take_in(result, done, error)
+        return launched
+
+    def _should_stop(self, sequence: Sequence, errors: dict[int, BaseException]) -> bool:
+        check = sequence.request.should_stop
+        if check is None:
+            return False
+        try:
+            return check(sequence.index, sequence.output_token_ids)
+        except Exception as error:  # noqa: BLE001  # a caller's or plugin's code: fails its request only
+            errors[sequence.sequence_id] = error
+            return True
+
+    def _take_in(self, result: StepResult, done: Committed, error: BaseException | None) -> None:
+        sequence = done.sequence
+        state = self._requests[sequence.request.request_id]
+        if not state.is_open(sequence.index):  # a sibling that failed in this step ended it
+            return
+        if error is not None:
+            self._fail(state, sequence.index, error)
+            return
+        logprobs = result.logprobs[done.row]
+        row_logits, row_scores = result.logits.get(done.row), result.scores.get(done.row)
+        has_token = done.token_id is not None
+        self._deliver(
+            state,
+            sequence.index,
+            token_ids=(done.token_id,) if done.token_id is not None else (),
+            logprobs=(logprobs,) if has_token and logprobs is not None else None,
+            prompt_logprobs=state.take_prompt_logprobs() if sequence.index == 0 else None,
+            logits=(row_logits,) if has_token and row_logits is not None else (),
+            scores=(row_scores,) if has_token and row_scores is not None else (),
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            ends_with_stop_token=has_token and self._ends_with_stop_token(sequence),
+        )
+
+    def _take_in_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
+        for row, logprobs in result.prompt_logprobs.items():
+            scheduled = plan.seqs[row]
+            sequence = self._sequences.get(scheduled.sequence_id)
+            if sequence is not None:  # None: aborted while the step ran
+                state = self._requests[sequence.request.request_id]
+                state.note_prompt_logprobs(scheduled.start, logprobs)
+
+    def _ends_with_stop_token(self, sequence: Sequence) -> bool:
+        if sequence.finish_reason is not FinishReason.STOP:
+            return False
+        sampling, token_id = sequence.request.sampling, sequence.token_ids[-1]
+        is_eos = token_id in self.eos_token_ids and not sampling.ignore_eos
+        return is_eos or token_id in sampling.stop_token_ids
+
+    # -- endings and deliveries -------------------------------------------------------------------
+
+    def _fail(self, state: RequestState, index: int, error: BaseException) -> None:
+        """End a request with reason ``error``: the sample that failed and all that still run."""
+        self._deliver(state, index, finish_reason=FinishReason.ERROR, error=error)
+        self._end(state.request.request_id, FinishReason.ERROR, error)
+
+    def _end(
+        self, request_id: str, reason: FinishReason, error: BaseException | None = None
+    ) -> None:
+        state = self._requests.get(request_id)
+        if state is None:
+            return
+        for sequence in self._scheduler.abort(request_id, reason):
+            if state.is_open(sequence.index):
+                self._deliver(state, sequence.index, finish_reason=reason, error=error)
+
+    def _deliver(
+        self,
+        state: RequestState,
+        index: int,
+        *,
+        finish_reason: FinishReason | None = None,
+        error: BaseException | None = None,
+        **news: Any,  # Any: fields of StepOutput, checked by its constructor
+    ) -> None:
+        now = time.monotonic()
+        state.note_output(now, index, finish_reason)
+        is_last = state.is_finished
+        metrics = state.metrics(now) if is_last else None
+        self._ready.append(
+            StepOutput(
+                request_id=state.request.request_id,
+                index=index,
+                finish_reason=finish_reason,
+                error=error,
+                request_finished=is_last,
+                metrics=metrics,
+                **news,
+            )
+        )
+        if metrics is not None:
+            self._finish(state, metrics, error)
+
+    def _finish(
+        self, state: RequestState, metrics: RequestMetrics, error: BaseException | None
+    ) -> None:
+        self._requests.pop(state.request.request_id, None)
+        for sequence in state.sequences:
+            self._sequences.pop(sequence.sequence_id, None)
+        reason = state.finish_reason
+        self._finished_requests[reason] += 1
+        if (hooks := self._plugins.hooks.request_finished) is not None:
+            self._plugins.observe(
+                hooks, request=state.request, finish_reason=reason, metrics=metrics, error=error
+            )
+
+    # -- reports ----------------------------------------------------------------------------------
+
+    def _report(self, outputs: list[StepOutput], launched: _Launched | None) -> None:
+        hooks = self._plugins.hooks
+        if outputs and hooks.tokens is not None:
+            self._plugins.observe(hooks.tokens, outputs=outputs)
+        if launched is not None and hooks.step_finished is not None:
+            self._plugins.observe(hooks.step_finished, stats=self._step_stats(launched))
+
+    def _step_stats(self, launched: _Launched) -> StepStats:
+        plan = launched.plan
+        decode, prefill = plan.seqs[: plan.num_decode_seqs], plan.seqs[plan.num_decode_seqs :]
+        return StepStats(
+            step_id=plan.step_id,
+            start_time=launched.start_time,
+            duration_seconds=time.monotonic() - launched.start_time,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_free_blocks=self._blocks.num_free_blocks,
+            num_blocks=self._blocks.num_blocks,
+            num_prefill_tokens=sum(seq.num_tokens for seq in prefill),
+            num_decode_tokens=len(decode),
+            num_cached_tokens=launched.num_cached_tokens,
+            num_preemptions=launched.num_preemptions,
+            rows=launched.rows,
+        )
+
+    def _step_rows(self, plan: StepPlan) -> tuple[StepRow, ...]:
+        rows = []
+        for row, scheduled in enumerate(plan.seqs):
+            sequence = self._sequences[scheduled.sequence_id]
+            rows.append(
+                StepRow(
+                    request_id=sequence.request.request_id,
+                    index=sequence.index,
+                    start=scheduled.start,
+                    num_tokens=scheduled.num_tokens,
+                    is_prefill=row >= plan.num_decode_seqs,
+                    samples=scheduled.samples,
+                )
+            )
+        return tuple(rows)
+
+
+def _either(first: StopCheck, second: StopCheck) -> StopCheck:
+    """Stops when either check says so; both see every token, because they may keep state."""
+
+    def check(index: int, token_ids: list[int]) -> bool:
+        stops = first(index, token_ids)
+        return second(index, token_ids) or stops
+
+    return check
