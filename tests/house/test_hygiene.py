@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import tokenize
+from tokenize import COMMENT, generate_tokens
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,9 +28,16 @@ NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "misc", "common"
 
 # Where any exception may be caught, because it is reported to the caller whose request it was.
 BORDERS = {
-    "nanoserve_core/plugins.py": "a plugin's error is counted, or fails its requests",
-    "adapters/nanoserve_adapters/engine_thread.py": "a dead engine fails all who wait",
+    "nanoserve_core/plugins.py": "a plugin's error is counted, or fails the requests it serves",
+    "nanoserve_core/engine.py": "an error in a request's own `should_stop` fails that request",
+    "adapters/nanoserve_adapters/engine_worker.py": "the engine thread: callers get the error",
 }
+
+# A checker is silenced by the code of its rule and with a reason: noqa: CODE - why.
+SILENCED = re.compile(r"#\s*(?:noqa|type:\s*ignore)\b")
+SILENCED_WITH_REASON = re.compile(
+    r"#\s*(?:noqa:\s*[A-Z]+\d+(?:,\s*[A-Z]+\d+)*|type:\s*ignore\[[\w, -]+\])[\s#:-]+\w"
+)
 
 # Absolute paths of somebody's machine. Vocabularies are left out: such strings are words there.
 MACHINE_PATH = re.compile(r"(?<![\w.:/-])/(?:work|root|home|Users)/\w")
@@ -45,6 +54,26 @@ def test_any_exception_is_caught_only_at_the_borders(path: Path) -> None:
     wrong = [f"{name_of(path)}:{line}" for line in blind_handlers(tree_of(path))]
 
     assert not wrong or name_of(path) in BORDERS
+
+
+@per_file(python_files())
+def test_checkers_are_silenced_by_name_and_with_a_reason(path: Path) -> None:
+    with tokenize.open(path) as source:
+        comments = [token for token in generate_tokens(source.readline) if token.type == COMMENT]
+
+    wrong = [
+        f"{name_of(path)}:{comment.start[0]} {comment.string}"
+        for comment in comments
+        if SILENCED.search(comment.string) and not SILENCED_WITH_REASON.search(comment.string)
+    ]
+
+    assert not wrong
+
+
+def test_borders_are_files_that_exist() -> None:
+    missing = [file for file in BORDERS if not (ROOT / file).exists()]
+
+    assert not missing
 
 
 def test_adapters_folder_is_a_source_root_and_no_package() -> None:
