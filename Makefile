@@ -35,7 +35,7 @@ format: setup ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 
 bench: setup ## measure speed against transformers' generate
-	@$(BIN)/python examples/benchmarks $(BENCH_ARGS)
+	@$(BIN)/python examples/benchmarks/bench.py $(BENCH_ARGS)
 
 clean: ## remove caches and build products
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks out

@@ -50,7 +50,7 @@ class LLM:
         self,
         model: str | Path | nn.Module,
         *,
-        tokenizer: Any = None,  # Any: HuggingFace tokenizers share no public base type
+        tokenizer: Any = None,  # noqa: ANN401 - HuggingFace tokenizers share no public base type
         **engine_options: Any,  # Any: each option is checked by EngineConfig
     ) -> None:
         config = EngineConfig.from_options(**engine_options)
@@ -66,7 +66,7 @@ class LLM:
         return self._engine
 
     @property
-    def tokenizer(self) -> Any:  # Any: HuggingFace tokenizers share no public base type
+    def tokenizer(self) -> Any:  # noqa: ANN401 - HuggingFace tokenizers share no public base type
         """The tokenizer, loaded at first use; `ConfigError` when there is none to load."""
         if self._tokenizer is None:
             self._tokenizer = _load_tokenizer(self._source)
@@ -231,9 +231,7 @@ class LLM:
                         bar.update()
                 check_interrupt()
 
-    def _text_tokenizer(
-        self, request: Request
-    ) -> Any:  # Any: HuggingFace tokenizers share no public base type
+    def _text_tokenizer(self, request: Request) -> Any:  # noqa: ANN401 - HuggingFace tokenizers share no public base type
         if not request.sampling.detokenize:
             return None
         if self._tokenizer is None and not isinstance(self._source, (str, Path)):
@@ -242,7 +240,7 @@ class LLM:
 
 
 def _as_prompt_list(
-    prompts: Any,
+    prompts: Any,  # noqa: ANN401 - a caller's value
 ) -> list[Prompt]:  # Any: every accepted form of prompts, and wrong ones
     if isinstance(prompts, str):
         return [prompts]
@@ -277,7 +275,7 @@ def _results(collectors: Sequence[OutputCollector]) -> list[RequestOutput]:
 
 def _generation_config(
     source: object,
-) -> Any:  # Any: transformers is only imported when a checkpoint is read
+) -> Any:  # noqa: ANN401 - transformers is only imported when a checkpoint is read
     if not isinstance(source, (str, Path)):
         return getattr(source, "generation_config", None)
     from transformers import GenerationConfig
@@ -288,7 +286,7 @@ def _generation_config(
         return None
 
 
-def _load_tokenizer(source: object) -> Any:  # Any: HuggingFace tokenizers share no public base type
+def _load_tokenizer(source: object) -> Any:  # noqa: ANN401 - HuggingFace tokenizers share no public base type
     if not isinstance(source, (str, Path)):
         raise ConfigError(
             f"this LLM was made from a live {type(source).__name__} without a tokenizer: text "

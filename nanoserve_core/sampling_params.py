@@ -7,7 +7,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal
+from operator import index
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from nanoserve_core.errors import ConfigError
 
@@ -198,22 +199,21 @@ def _strings(value: str | Iterable[str] | None, name: str) -> tuple[str, ...]:
     return result
 
 
-def _token_id(value: Any, name: str) -> int:  # Any: what a caller put into a list of ids
+def _token_id(value: object, name: str) -> int:
     number = _integer(name, value)
     if number < 0:
         raise ConfigError(f"{name} contains {value!r}: expected token ids >= 0.")
     return number
 
 
-def _integer(
-    name: str, value: Any
-) -> int:  # Any: a caller's value; numpy integers and the like are welcome
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+def _integer(name: str, value: object) -> int:
+    """The integer a caller gave; numpy's integers and the like are welcome, booleans are not."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise ConfigError(f"{name}={value!r} is a {type(value).__name__}: expected an integer.")
-    return int(value.__index__())
+    return index(value)
 
 
-def _at_least(name: str, value: Any, low: int, hint: str = "") -> None:  # Any: a caller's value
+def _at_least(name: str, value: object, low: int, hint: str = "") -> None:
     if _integer(name, value) < low:
         raise ConfigError(
             f"{name}={value!r} is out of range: expected {name} >= {low}{_in_brackets(hint)}."
@@ -221,13 +221,7 @@ def _at_least(name: str, value: Any, low: int, hint: str = "") -> None:  # Any: 
 
 
 def _between(
-    name: str,
-    value: Any,  # Any: a caller's value
-    low: float,
-    high: float,
-    hint: str,
-    *,
-    low_open: bool = False,
+    name: str, value: object, low: float, high: float, hint: str, *, low_open: bool = False
 ) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
         raise ConfigError(

@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
 
     def decode(
         self,
-        token_ids: Any,  # Any: HuggingFace accepts one id or a list of them
+        token_ids: Any,  # noqa: ANN401 - HuggingFace accepts one id or a list of them
         *,
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,

@@ -83,7 +83,7 @@ def test_changing_the_callers_bias_later_changes_nothing() -> None:
         ("logit_bias", {0: float("nan")}),
     ],
 )
-def test_a_wrong_value_is_refused_by_name(field: str, value: Any) -> None:
+def test_a_wrong_value_is_refused_by_name(field: str, value: Any) -> None:  # noqa: ANN401 - a caller's value
     with pytest.raises(ConfigError, match=field):
         SamplingParams(**{field: value})
 

@@ -13,7 +13,7 @@ from nanoserve_core.validation import RequestValidator
 VALIDATE = RequestValidator(vocab_size=256, max_model_len=64, num_blocks=4, block_size=4)
 
 
-def _request(prompt: Any, **sampling: Any) -> Request:
+def _request(prompt: Any, **sampling: Any) -> Request:  # noqa: ANN401 - a caller's value
     return Request(request_id="r", prompt_token_ids=prompt, sampling=SamplingParams(**sampling))
 
 
