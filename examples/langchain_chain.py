@@ -46,9 +46,7 @@ def main() -> None:
         for chunk in chat.stream("Repeat: the rain in May"):
             print(chunk.content, end="|", flush=True)
         stats = chat.stats()
-        print(
-            f"\npeak batch {stats.peak_batch}, prefix-cache hit rate {stats.prefix_cache_hit_rate:.2f}"
-        )
+        print(f"\npeak batch {stats.peak_batch}, cache hits {stats.prefix_cache_hit_rate:.0%}")
     finally:
         chat.close()
 

@@ -33,15 +33,19 @@ class RequestLog:
         seconds = metrics.finished_time - metrics.arrival_time
         logger.info(
             "%s %s after %.3f s, %d prompt tokens (%d cached)",
-            request.request_id, finish_reason, seconds, len(request.prompt_token_ids), metrics.num_cached_tokens,
-        )  # fmt: skip
+            request.request_id,
+            finish_reason,
+            seconds,
+            len(request.prompt_token_ids),
+            metrics.num_cached_tokens,
+        )
 
     @hookimpl
     def nanoserve_step_finished(self, stats: StepStats) -> None:
         """Log the state of the engine now and then."""
         if stats.step_id % 100 == 0:
             logger.info(
-                "step %d: %d running, %d blocks free",
+                "step %d: %d run, %d blocks free",
                 stats.step_id,
                 stats.num_running,
                 stats.num_free_blocks,

@@ -35,14 +35,10 @@ def main() -> None:
         params = SamplingParams(n=2, temperature=0.6, top_p=0.9, max_tokens=32, seed=7, logprobs=0)
         answer = llm.chat(question, params, enable_thinking=False)[0]
         for sample in answer.outputs:
-            print(
-                f"sample {sample.index}: {sample.text!r}, log-probability {sample.cumulative_logprob:.2f}"
-            )
+            print(f"sample {sample.index}: {sample.text!r} ({sample.cumulative_logprob:.2f})")
 
         stats = llm.stats()
-        print(
-            f"{stats.generated_tokens} tokens in {stats.steps} steps, {stats.peak_batch} rows at most"
-        )
+        print(f"{stats.generated_tokens} tokens, {stats.steps} steps, batch {stats.peak_batch}")
 
 
 if __name__ == "__main__":
