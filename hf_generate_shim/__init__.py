@@ -1,1 +1,34 @@
-"""The HuggingFace door: `model.generate` served by a nanoserve engine over the same weights."""
+"""The HuggingFace door: `model.generate` served by a nanoserve engine over the same weights.
+
+    handle = hf_generate_shim.install(model)
+    model.generate(**inputs, max_new_tokens=64)  # unchanged code, run by the engine
+    handle.counters, handle.stats()
+    hf_generate_shim.uninstall(model)  # or: with hf_generate_shim.installed(model): ...
+
+A call that asks for what the engine does not do is served by transformers' own loop, with one
+warning that names the option; `explain` says beforehand which way a call goes. Calls of several
+threads join one running batch.
+"""
+
+from __future__ import annotations
+
+from hf_generate_shim.counters import Counters
+from hf_generate_shim.errors import TokenIdOutOfRange
+from hf_generate_shim.explanation import Explanation
+from hf_generate_shim.handle import Handle
+from hf_generate_shim.install import explain, install, installed, uninstall
+from hf_generate_shim.route import Path
+from nanoserve_adapters.unsupported import NanoserveFallbackWarning
+
+__all__ = [
+    "Counters",
+    "Explanation",
+    "Handle",
+    "NanoserveFallbackWarning",
+    "Path",
+    "TokenIdOutOfRange",
+    "explain",
+    "install",
+    "installed",
+    "uninstall",
+]

@@ -1,0 +1,48 @@
+"""`Explanation`: what would happen to a call of `generate`, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hf_generate_shim.route import Path
+
+if TYPE_CHECKING:
+    from nanoserve_adapters.unsupported import Unsupported
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """The path of a call and, for a fallback, every reason that was found. Prints as text."""
+
+    path: Path
+    reasons: tuple[Unsupported, ...] = ()
+
+    def __str__(self) -> str:
+        if self.path is Path.FAST:
+            return "fast: the engine runs this call"
+        listed = "; ".join(
+            f"{r.option}={r.value}: it {r.because}. {r.way_out}" for r in self.reasons
+        )
+        return f"{self.path}: {listed}"
+
+
+class Explained(BaseException):
+    """Ends a `generate` that was only to be explained, at the seam; never leaves this package.
+
+    Not an `Exception`: nothing between the seam and `explain` may take it for a failure.
+    """
+
+    def __init__(self, explanation: Explanation) -> None:
+        super().__init__(str(explanation))
+        self.explanation = explanation
+
+
+class SilentStreamer:
+    """Takes the place of the caller's streamer while a call is explained."""
+
+    def put(self, value: object) -> None:
+        """Ignore the prompt."""
+
+    def end(self) -> None:
+        """Ignore the end."""

@@ -1,0 +1,243 @@
+"""`Handle`: an installed model. Routes its calls, runs the fast ones on the engine, counts all."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_generate_shim.call import CACHE_NAMES
+from hf_generate_shim.counters import CallCounter
+from hf_generate_shim.explanation import Explained, Explanation, SilentStreamer
+from hf_generate_shim.live_engine import LiveEngine
+from hf_generate_shim.modes import other_mode
+from hf_generate_shim.outputs import assemble
+from hf_generate_shim.results import CallSink, Results
+from hf_generate_shim.route import Path, Route, decide
+from hf_generate_shim.scope import GenerateScope, current_scope, entered
+from hf_generate_shim.seam import QWEN3
+from hf_generate_shim.stream import LockstepFeed
+from hf_generate_shim.task import make_requests
+from nanoserve_adapters.unsupported import Unsupported, UnsupportedPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+
+    from hf_generate_shim.call import HFObject, SampleCall
+    from hf_generate_shim.counters import Counters
+    from hf_generate_shim.task import RequestGroup, Task
+    from nanoserve_adapters.engine_thread import EngineThread
+    from nanoserve_core.engine_stats import EngineStats
+
+_OUTPUT_BUDGET_NBYTES = 2 * 2**30
+"""Scores and logits of one call beyond which a warning says how much they will take."""
+
+_FLOAT32_NBYTES = 4
+
+_OTHER_MODE = Unsupported(
+    option="generate",
+    value="(a mode of its own)",
+    because="samples row by row, and this call used another decoding loop",
+    way_out="Leave out what selects that loop.",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of `install`."""
+
+    tokenizer: HFObject
+    strict: bool
+    options: Mapping[str, Any]  # Any: checked by EngineConfig
+    """Engine options as named, ``plugins`` among them."""
+
+
+class Handle:
+    """What `install` returns: numbers, and the way out. Any thread; holds the model weakly."""
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self.settings = settings
+        self._model = weakref.ref(model)
+        self._engine = LiveEngine(model, tokenizer=settings.tokenizer, options=settings.options)
+        self._policy = UnsupportedPolicy(strict=settings.strict, door="nanoserve")
+        self._counter = CallCounter()
+        self._lock = threading.Lock()
+        self._warned_of_outputs = False
+
+    @property
+    def counters(self) -> Counters:
+        """Calls by path, and the reasons of the fallbacks (a snapshot)."""
+        return self._counter.snapshot(self._policy.counters)
+
+    def stats(self) -> EngineStats:
+        """The engine's counters; all zero before the first fast call, which starts the engine."""
+        return self._engine.stats()
+
+    def close(self) -> None:
+        """Uninstall the model and give the engine back. Idempotent.
+
+        Waiting calls get `EngineClosed`.
+        """
+        model = self._model()
+        if model is not None and QWEN3.handle_of(model) is self:
+            QWEN3.detach(model)
+        self._engine.close()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def generate(
+        self,
+        model: nn.Module,
+        original: Callable[[], HFObject],
+        arguments: Mapping[str, HFObject],
+    ) -> HFObject:
+        """One call of `generate`: transformers' own, which comes back through `sample`.
+
+        A streamer is ended also when the call raises, wherever that was, so that nobody waits on it
+        for ever.
+        """
+        scope = _scope(model, arguments)
+        try:
+            found = other_mode(model, arguments)
+            if found is not None:
+                self._fall_back(found)
+            with entered(scope):
+                result = original()
+            if found is None and not scope.reached_sample:
+                self._fall_back(_OTHER_MODE)
+        except BaseException:
+            streamer = arguments.get("streamer")
+            if streamer is not None:
+                streamer.end()
+            raise
+        return result
+
+    def sample(self, call: SampleCall, original: Callable[[], HFObject]) -> HFObject:
+        """One call of `_sample`, by the engine or by ``original``."""
+        scope = current_scope(call.model)
+        if scope is None:
+            return original()  # called by itself, outside of generate
+        scope.reached_sample = True
+        route = self._route(call, scope)
+        if scope.only_explain:
+            raise Explained(Explanation(path=route.path, reasons=route.reasons))
+        reasons = self._engine.start_reasons(route.task) if route.task else route.reasons
+        if route.task is None or reasons:
+            self._fall_back(reasons[0])
+            return original()
+        self._counter.add(Path.FAST)
+        return self._run(call, route.task)
+
+    def explain(self, model: nn.Module, arguments: Mapping[str, HFObject]) -> Explanation:
+        """The path of a call with these arguments: transformers prepares it, nothing is run."""
+        found = other_mode(model, arguments)
+        if found is not None:
+            return Explanation(path=Path.FALLBACK, reasons=(found,))
+        if arguments.get("streamer") is not None:
+            arguments = {**arguments, "streamer": SilentStreamer()}
+        scope = _scope(model, arguments)
+        scope.only_explain = True
+        try:
+            with entered(scope):
+                QWEN3.original("generate")(model, **arguments)
+        except Explained as explained:
+            return explained.explanation
+        return Explanation(path=Path.FALLBACK, reasons=(_OTHER_MODE,))
+
+    def _route(self, call: SampleCall, scope: GenerateScope) -> Route:
+        reasons = self._engine.reasons()
+        limit = self._engine.max_model_len
+        route = decide(call, max_model_len=limit, has_user_cache=scope.has_user_cache)
+        return Route.fallback((*reasons, *route.reasons)) if reasons else route
+
+    def _fall_back(self, found: Unsupported) -> None:
+        self._counter.add(Path.FALLBACK)
+        self._policy.report(found, stacklevel=2 + _num_frames_to_user())
+
+    def _run(self, call: SampleCall, task: Task) -> HFObject:
+        thread = self._engine.start()
+        self._warn_of_outputs(call, task)
+        _wait_for_device(call.model)
+        group = make_requests(task, seed=None if task.sampling.is_greedy else _draw_seed())
+        try:
+            output = assemble(call, task, _collect(call, task, group, thread))
+        except BaseException:  # also a streamer that raises, and Ctrl-C
+            for request in group.requests:
+                thread.cancel(request.request_id)
+            raise
+        if call.streamer is not None:
+            call.streamer.end()
+        return output
+
+    def _warn_of_outputs(self, call: SampleCall, task: Task) -> None:
+        nbytes = task.num_output_rows * call.vocab_size * _FLOAT32_NBYTES
+        if nbytes <= _OUTPUT_BUDGET_NBYTES:
+            return
+        with self._lock:
+            is_first, self._warned_of_outputs = not self._warned_of_outputs, True
+        if is_first:
+            warnings.warn(
+                f"output_scores and output_logits of this call may take {nbytes / 2**30:.1f} GiB: "
+                "one float32 row of the vocabulary per token. Generate fewer tokens per call, or "
+                "compute log-probabilities from the returned sequences.",
+                stacklevel=1 + _num_frames_to_user(),
+            )
+
+
+def _collect(call: SampleCall, task: Task, group: RequestGroup, thread: EngineThread) -> Results:
+    """Submit all requests of the call and wait for the last token, feeding the streamer."""
+    results = Results(group)
+    has_streamer = call.streamer is not None
+    feed = LockstepFeed(call.streamer, results, task) if has_streamer else None
+    sink = CallSink(len(group.requests), every_step=has_streamer)
+    thread.submit_many(group.requests, [sink] * len(group.requests))
+    for outputs in sink.read():
+        results.add(outputs)
+        if feed is not None:
+            feed.push()
+    return results
+
+
+def _scope(model: nn.Module, arguments: Mapping[str, HFObject]) -> GenerateScope:
+    has_user_cache = any(arguments.get(name) is not None for name in CACHE_NAMES)
+    return GenerateScope(model=model, has_user_cache=has_user_cache)
+
+
+def _draw_seed() -> int:
+    """One number from torch's default generator: `torch.manual_seed` reproduces a call."""
+    return int(torch.randint(2**63 - 1, (), dtype=torch.int64))
+
+
+def _wait_for_device(model: nn.Module) -> None:
+    """The engine has a stream of its own, and an optimizer step may still run on this one."""
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _num_frames_to_user() -> int:
+    """Frames of this package, transformers and torch between the caller of this and the user."""
+    frame = inspect.currentframe()
+    frame = frame.f_back if frame is not None else None
+    count = 0
+    while frame is not None and _package(frame.f_globals) in _FRAMES_OF_OTHERS:
+        frame, count = frame.f_back, count + 1
+    return count
+
+
+_FRAMES_OF_OTHERS = {"hf_generate_shim", "transformers", "torch"}
+
+
+def _package(names: Mapping[str, object]) -> str:
+    return str(names.get("__name__", "")).partition(".")[0]

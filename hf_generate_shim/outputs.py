@@ -1,0 +1,78 @@
+"""Puts a call's results together as transformers returns them; the one place that does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from hf_generate_shim.call import CACHE_NAMES
+from hf_generate_shim.replayed_cache import ReplayedCache
+
+if TYPE_CHECKING:
+    from hf_generate_shim.call import HFObject, SampleCall
+    from hf_generate_shim.results import Results
+    from hf_generate_shim.task import Task
+
+
+def assemble(call: SampleCall, task: Task, results: Results) -> HFObject:
+    """The tensor [num_rows, width + num_steps] int64, or the `GenerateDecoderOnlyOutput`.
+
+    The prompt's columns come first and unchanged, on the device of ``input_ids``; rows that ended
+    early are filled with the pad id up to the longest row.
+
+    ``scores`` and ``logits`` are tuples of ``num_steps`` tensors, float32 [num_rows, vocab_size].
+    A row that has ended holds zeros from its end on: transformers goes on computing such rows over
+    pads, the engine does not, and neither value means anything.
+    """
+    num_steps = _num_steps(task, results)
+    sequences = torch.cat(
+        [call.input_ids.long(), _new_tokens(call, task, results, num_steps)], dim=1
+    )
+    if not call.wants_dict:
+        return sequences
+    logits = _per_step(call, [row.logits for row in results.rows], num_steps)
+    scores = _per_step(call, [row.scores for row in results.rows], num_steps)
+    if not call.logits_processor:  # then transformers' two tuples hold the same tensors
+        scores = logits
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences,
+        scores=scores if call.wants_scores else None,
+        logits=logits if call.wants_logits else None,
+        **{_cache_field(): ReplayedCache.of(call, sequences)},
+    )
+
+
+def _num_steps(task: Task, results: Results) -> int:
+    limit = task.time_limit.num_steps if task.time_limit else math.inf
+    return int(min(max(len(row.token_ids) for row in results.rows), limit))
+
+
+def _new_tokens(call: SampleCall, task: Task, results: Results, num_steps: int) -> torch.Tensor:
+    pad = task.pad_token_id or 0
+    rows = [row.token_ids[:num_steps] for row in results.rows]
+    filled = [row + [pad] * (num_steps - len(row)) for row in rows]
+    return torch.tensor(filled, dtype=torch.long, device=call.input_ids.device)
+
+
+def _per_step(
+    call: SampleCall, rows: list[list[torch.Tensor]], num_steps: int
+) -> tuple[torch.Tensor, ...]:
+    """From one list of [vocab_size] per row to one [num_rows, vocab_size] per step."""
+    example = next((row[0] for row in rows if row), None)
+    if example is None:
+        return ()
+    ended = torch.zeros_like(example)
+    steps = (
+        torch.stack([row[step] if step < len(row) else ended for row in rows])
+        for step in range(num_steps)
+    )
+    return tuple(step.to(call.input_ids.device) for step in steps)
+
+
+def _cache_field() -> str:
+    names = {field.name for field in fields(GenerateDecoderOnlyOutput)}
+    return next(name for name in CACHE_NAMES if name in names)

@@ -1,0 +1,140 @@
+"""The seam: `_sample` and `generate` of `Qwen3ForCausalLM`, patched while a model is installed.
+
+transformers looks the decoding loop up on the class (``type(self)._sample``), so the class is where
+it can be replaced; which instances are served is kept in a weak table outside of them. Copies,
+pickles and subclasses of a model are therefore untouched, and no attribute of a model changes.
+
+This is the one place of the project that patches somebody else's class. It does so on request, and
+puts back what it found when the last model is uninstalled.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from transformers import Qwen3ForCausalLM
+
+from hf_generate_shim.call import HFObject, SampleCall
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from hf_generate_shim.handle import Handle
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Patch:
+    name: str
+    found: HFObject
+    """What the class itself held under the name; None when it inherited the method."""
+    original: Callable[..., HFObject]
+    ours: Callable[..., HFObject]
+
+
+class Seam:
+    """The patches on one class, and the handle of each model that they serve. Any thread."""
+
+    def __init__(self, owner: type) -> None:
+        self.owner = owner
+        self._lock = threading.RLock()  # a collected model is detached by whichever thread it hits
+        self._served: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
+        self._patches: dict[str, _Patch] = {}
+
+    def handle_of(self, model: nn.Module) -> Handle | None:
+        """The handle of an installed model."""
+        return self._served.get(model)
+
+    def attach(self, model: nn.Module, handle: Handle) -> Handle:
+        """Let ``handle`` serve ``model``, unless another one does: returns the one that does.
+
+        The first model patches the class.
+        """
+        with self._lock:
+            present = self._served.get(model)
+            if present is not None:
+                return present
+            if not self._patches:
+                self._patch("generate", _patched_generate)
+                self._patch("_sample", _patched_sample)
+            self._served[model] = handle
+            weakref.finalize(model, self._restore_if_unused).atexit = False
+            return handle
+
+    def detach(self, model: nn.Module) -> None:
+        """Serve ``model`` no longer; the last one restores the class. Idempotent."""
+        with self._lock:
+            self._served.pop(model, None)
+            self._restore_if_unused()
+
+    def original(self, name: str) -> Callable[..., HFObject]:
+        """transformers' own method, for calls that must not come back here."""
+        return self._patches[name].original
+
+    def _patch(self, name: str, make: Callable[..., Callable[..., HFObject]]) -> None:
+        original = getattr(self.owner, name)
+        ours = make(self, original)
+        found = vars(self.owner).get(name)
+        self._patches[name] = _Patch(name=name, found=found, original=original, ours=ours)
+        setattr(self.owner, name, ours)
+
+    def _restore_if_unused(self) -> None:
+        with self._lock:
+            if any(reference() is not None for reference in self._served.keyrefs()):
+                return
+            for patch in self._patches.values():
+                if vars(self.owner).get(patch.name) is not patch.ours:
+                    continue  # somebody patched over us: ours passes through, theirs stays
+                if patch.found is None:
+                    delattr(self.owner, patch.name)
+                else:
+                    setattr(self.owner, patch.name, patch.found)
+            self._patches.clear()
+
+
+def _patched_generate(seam: Seam, original: Callable[..., HFObject]) -> Callable[..., HFObject]:
+    names = tuple(inspect.signature(original).parameters)[1:]
+
+    @functools.wraps(original)  # transformers and others read its signature
+    def generate(self: nn.Module, *args: HFObject, **kwargs: HFObject) -> HFObject:
+        handle = seam.handle_of(self)
+        if handle is None:
+            return original(self, *args, **kwargs)
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        return handle.generate(self, functools.partial(original, self, *args, **kwargs), arguments)
+
+    return generate
+
+
+def _patched_sample(seam: Seam, original: Callable[..., HFObject]) -> Callable[..., HFObject]:
+    @functools.wraps(original)
+    def _sample(self: nn.Module, input_ids: HFObject, **kwargs: HFObject) -> HFObject:
+        run_original = functools.partial(original, self, input_ids, **kwargs)
+        handle = seam.handle_of(self)
+        if handle is None:
+            return run_original()
+        names = ("logits_processor", "stopping_criteria", "generation_config")
+        named = {name: kwargs.pop(name) for name in names}
+        synced_gpus = bool(kwargs.pop("synced_gpus", False))
+        streamer = kwargs.pop("streamer", None)
+        call = SampleCall(
+            model=self,
+            input_ids=input_ids,
+            **named,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            model_kwargs=kwargs,
+        )
+        return handle.sample(call, run_original)
+
+    return _sample
+
+
+QWEN3 = Seam(Qwen3ForCausalLM)
+"""The seam of this process: patching a class is process-wide, so its record is too."""

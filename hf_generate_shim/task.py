@@ -1,0 +1,92 @@
+"""`Task`: one call of `generate` in the engine's terms; the one place that makes its `Request`s."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+from nanoserve_core.philox import derive_seed
+from nanoserve_core.request import Request
+
+if TYPE_CHECKING:
+    from hf_generate_shim.criteria import TimeLimit
+    from nanoserve_core.sampling_params import SamplingParams
+
+_REQUESTS = 2**32
+"""Requests count from here when their seeds are derived from the call's; samples count from 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What the rows of a call have in common, and their prompts."""
+
+    rows: tuple[tuple[int, ...], ...]
+    """The real tokens of each row's prompt, in the order of the output's rows."""
+    sampling: SamplingParams
+    """For every row; ``n`` and ``seed`` are set when requests are made."""
+    pad_token_id: int | None
+    """What fills a row after its end."""
+    time_limit: TimeLimit | None = None
+    output_logits: bool = False
+    output_scores: bool = False
+
+    @property
+    def num_output_rows(self) -> int:
+        """Rows of the vocabulary's size that the call may keep, for all tokens of all its rows."""
+        per_token = int(self.output_logits) + int(self.output_scores)
+        return per_token * len(self.rows) * (self.sampling.max_tokens or 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestGroup:
+    """The requests of a call, and for each output row the request and sample that fills it."""
+
+    requests: tuple[Request, ...]
+    sources: tuple[tuple[str, int], ...]
+    """(request id, sample index) of each row; greedy rows with the same prompt share a sample."""
+
+
+def make_requests(task: Task, *, seed: int | None) -> RequestGroup:
+    """One request for each distinct prompt, so that rows of equal prompts compute it once.
+
+    ``seed`` is the call's, None for a greedy call: the stream of a row is derived from it and from
+    the row's place in the call, never from other rows.
+    """
+    call_id = uuid4().hex
+    places: dict[tuple[int, ...], list[int]] = {}
+    for place, row in enumerate(task.rows):
+        places.setdefault(row, []).append(place)
+    requests = []
+    sources: dict[int, tuple[str, int]] = {}
+    for prompt, rows in places.items():
+        request_id = f"generate-{call_id}-{rows[0]}"
+        n = 1 if task.sampling.is_greedy else len(rows)
+        requests.append(_request(task, request_id, prompt, n=n, seed=_derive(seed, rows[0])))
+        sources.update({row: (request_id, i if n > 1 else 0) for i, row in enumerate(rows)})
+    ordered = tuple(sources[place] for place in range(len(task.rows)))
+    return RequestGroup(requests=tuple(requests), sources=ordered)
+
+
+def longest_request(task: Task) -> Request:
+    """A request like the longest one of the call, to ask an engine whether it fits."""
+    return _request(task, "generate-longest", max(task.rows, key=len), n=1, seed=None)
+
+
+def _request(
+    task: Task, request_id: str, prompt: tuple[int, ...], *, n: int, seed: int | None
+) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling=task.sampling.replace(n=n, seed=seed),
+        should_stop=task.time_limit,
+        output_logits=task.output_logits,
+        output_scores=task.output_scores,
+        metadata={"source": "hf_generate_shim"},
+    )
+
+
+def _derive(seed: int | None, place: int) -> int | None:
+    """The seed of the request whose first row is ``place``, apart from those of its own samples."""
+    return None if seed is None else derive_seed(seed, _REQUESTS + place)
