@@ -10,7 +10,7 @@ This file knows no tensor and no policy.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from nanoserve_core.request import Request
@@ -39,8 +39,7 @@ class SlotAssignment:
     num_prompt_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSeq:
+class ScheduledSeq(NamedTuple):
     """One row of a step: positions ``[start, start + num_tokens)`` of the sequence in ``slot``.
 
     ::
@@ -48,6 +47,8 @@ class ScheduledSeq:
         known tokens   |################################|..pending..|
         computed       |###############|                              KV exists in the blocks
         this row                       |== num_tokens ==|             start = computed + in flight
+
+    A named tuple because each step makes one per sequence: 0.35 us, a frozen dataclass 1.3 us.
     """
 
     sequence_id: int

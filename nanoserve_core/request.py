@@ -122,8 +122,7 @@ class Sequence:
     recomputed.
     """
     cache_epoch: int = -1
-    """Weights epoch of its K/V and hashes; in a newer epoch they are neither looked up nor registered.
-    """
+    """Weights epoch of its K/V and hashes; in a newer one they are not looked up nor registered."""
 
     @property
     def num_tokens(self) -> int:

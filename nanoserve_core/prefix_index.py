@@ -1,0 +1,150 @@
+"""Which block holds which prefix: chained hashes of full blocks, and the blocks that are being
+computed right now.
+
+The hash of block i is ``H(hash of block i-1 || its tokens as little-endian int64)``; the chain
+starts from a root that is random per process and into which cache salt and weights epoch enter
+(scheme of GeeeekExplorer/nano-vllm, nanovllm/engine/block_manager.py, whose hashes it equals for
+xxh64, an empty root, no salt and epoch 0). A hash is only a hint: a hit also needs equal tokens and
+the same parent content, so colliding chains never cross.
+
+This file knows no reference counts and no free list.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import xxhash
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from nanoserve_core.block import Block
+    from nanoserve_core.request import Sequence
+
+NUM_ROOT_BYTES = 16
+
+# xxhash's digests are big-endian; reversed, they are the little-endian integers that enter the next
+# link.
+HASH_FUNCTIONS: Mapping[str, Callable[[bytes], bytes]] = MappingProxyType(
+    {
+        "xxh64": lambda data: xxhash.xxh64_digest(data)[::-1],
+        "xxh128": lambda data: xxhash.xxh128_digest(data)[::-1],
+        "sha256": lambda data: hashlib.sha256(data).digest(),
+    }
+)
+
+
+class PrefixIndex:
+    """Finds registered blocks by the tokens they hold and the block they follow."""
+
+    def __init__(self, block_size: int, *, hash_algo: str, root: bytes | None) -> None:
+        """``root``: first link of every chain; None draws a random one, so that hashes cannot be
+        foreseen.
+        """
+        self._block_size = block_size
+        self._pack = struct.Struct(f"<{block_size}q").pack
+        self._hash = HASH_FUNCTIONS[hash_algo]
+        self._root = os.urandom(NUM_ROOT_BYTES) if root is None else root
+        self._epoch = 0
+        self._last_content_id = 0
+        self._blocks: dict[bytes, Block] = {}
+        self._num_computing: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def epoch(self) -> int:
+        """Weights epoch of everything that can be found."""
+        return self._epoch
+
+    def token_bytes(self, sequence: Sequence, index: int) -> bytes:
+        """The tokens of the full block ``index`` of a sequence, in the form in which they are
+        hashed and compared.
+        """
+        first = index * self._block_size
+        return self._pack(*sequence.token_ids[first : first + self._block_size])
+
+    def prefix_hash(self, sequence: Sequence, index: int) -> bytes:
+        """Hash of block ``index`` and all before it: hashed once, kept in ``block_hashes``."""
+        hashes = sequence.block_hashes
+        while len(hashes) <= index:
+            link = hashes[-1] if hashes else self._first_link(sequence.request.cache_salt)
+            hashes.append(self._hash(link + self.token_bytes(sequence, len(hashes))))
+        return hashes[index]
+
+    def get(self, prefix_hash: bytes) -> Block | None:
+        """The block registered under a hash, whatever it holds."""
+        return self._blocks.get(prefix_hash)
+
+    def find(self, prefix_hash: bytes, token_bytes: bytes, parent_id: int) -> Block | None:
+        """The block that holds exactly these tokens after exactly this parent, if one is
+        registered.
+        """
+        block = self._blocks.get(prefix_hash)
+        if block is None or block.parent_id != parent_id or block.token_bytes != token_bytes:
+            return None
+        return block
+
+    def register(
+        self, block: Block, prefix_hash: bytes, *, token_bytes: bytes, parent_id: int
+    ) -> None:
+        """Enter a block whose K/V is computed and whose tokens are final.
+
+        If another block with the same content is registered it stays the one that is found, and
+        this one is its twin. Another content under the same hash is replaced: it collides, or its
+        parent is gone and nobody can reach it any more.
+        """
+        twin = self.find(prefix_hash, token_bytes, parent_id)
+        if twin is None:
+            self._blocks[prefix_hash] = block
+            self._last_content_id += 1
+        block.content_id = self._last_content_id if twin is None else twin.content_id
+        block.prefix_hash = prefix_hash
+        block.token_bytes = token_bytes
+        block.parent_id = parent_id
+
+    def forget(self, block: Block) -> None:
+        """Drop a block's content, and its entry unless that points at another block by now."""
+        if block.prefix_hash is not None:
+            if self._blocks.get(block.prefix_hash) is block:
+                del self._blocks[block.prefix_hash]
+            block.clear_content()
+
+    def clear(self, epoch: int) -> None:
+        """Drop all entries and marks; chains that start now differ from all earlier ones."""
+        self._epoch = epoch
+        self._blocks.clear()
+        self._num_computing.clear()
+
+    def mark_computing(self, prefix_hash: bytes) -> None:
+        """A launched step computes the block with this hash."""
+        self._num_computing[prefix_hash] = self._num_computing.get(prefix_hash, 0) + 1
+
+    def unmark_computing(self, prefix_hash: bytes) -> None:
+        """That step is committed, or its result is not wanted any more."""
+        left = self._num_computing[prefix_hash] - 1
+        if left:
+            self._num_computing[prefix_hash] = left
+        else:
+            del self._num_computing[prefix_hash]
+
+    def is_computing(self, prefix_hash: bytes) -> bool:
+        """Whether a launched step computes the block with this hash."""
+        return prefix_hash in self._num_computing
+
+    @property
+    def num_computing(self) -> int:
+        """Distinct hashes that launched steps compute."""
+        return len(self._num_computing)
+
+    def _first_link(self, salt: str | None) -> bytes:
+        if salt is None and self._epoch == 0:
+            return self._root
+        epoch = struct.pack("<q", self._epoch)
+        return self._hash(self._root + epoch + (b"" if salt is None else b"\0" + salt.encode()))
