@@ -149,10 +149,7 @@ class EngineThread:
             return fn(self._engine)
         future: Future[T] = Future()
         self._worker.submit(functools.partial(self._worker.call, fn, future))
-        try:
-            return future.result()
-        finally:
-            del future  # else an exception, its traceback and this frame would be a cycle
+        return future.result()
 
     def stats(self) -> EngineStats:
         """The engine's counters, read between two steps."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from nanoserve_core.config import EngineConfig
+    from nanoserve_core.engine_stats import EngineStats
     from nanoserve_core.request import Request, StepOutput
 
 
@@ -59,7 +60,10 @@ class EngineLike(Protocol):
     def step(self) -> list[StepOutput]:
         """Run one step; an exception means that the engine is broken."""
 
-    def stats(self) -> object:
+    def check(self) -> None:
+        """Raise AssertionError when an invariant of the engine is broken."""
+
+    def stats(self) -> EngineStats:
         """Counters, as a frozen object."""
 
     def close(self) -> None:

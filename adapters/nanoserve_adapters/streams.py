@@ -48,6 +48,7 @@ class RequestStream:
 
     def __next__(self) -> list[StepOutput]:
         if self._progress.has_more():
+            self._thread.require_own_process()
             try:
                 outputs = self._progress.read(self._wait())
             except BaseException:
@@ -59,7 +60,6 @@ class RequestStream:
         raise StopIteration
 
     def _wait(self) -> list[News]:
-        self._thread.require_own_process()
         if self._deadline is None:
             return self.inbox.take(None)
         news = self.inbox.take(max(0.0, self._deadline - time.monotonic()))
@@ -114,8 +114,9 @@ class AsyncRequestStream:
 
     async def __anext__(self) -> list[StepOutput]:
         if self._progress.has_more():
+            self._thread.require_own_process()
+            self.inbox.require_one_reader()
             try:
-                self._thread.require_own_process()
                 outputs = self._progress.read(await self.inbox.take())
             except BaseException:
                 self.close()
@@ -268,16 +269,18 @@ class AsyncInbox:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    async def take(self) -> list[News]:
-        """Everything that waits; waits for the first. Loop's thread."""
-        loop = self._mailbox.loop
-        if loop is not asyncio.get_running_loop() or self._reader is not None:
+    def require_one_reader(self) -> None:
+        """Raise RuntimeError when another task waits, or when called in another event loop."""
+        if self._reader is not None or self._mailbox.loop is not asyncio.get_running_loop():
             raise RuntimeError(
                 "a stream is read by two event loops or two tasks: expected one reader, in the "
                 "loop that called astream(). Submit one request for each reader."
             )
+
+    async def take(self) -> list[News]:
+        """Everything that waits; waits for the first. Loop's thread."""
         if not self._news:
-            self._reader = loop.create_future()
+            self._reader = self._mailbox.loop.create_future()
             try:
                 await self._reader
             finally:

@@ -69,7 +69,7 @@ class UnsupportedPolicy:
         if self.strict:
             raise UnsupportedOption(self.message(found))
         if count == 1:
-            warnings.warn(self.message(found), NanoserveFallbackWarning, stacklevel=stacklevel + 1)
+            warnings.warn(self.message(found), NanoserveFallbackWarning, stacklevel=stacklevel)
 
     def message(self, found: Unsupported) -> str:
         """The sentence of the warning or the refusal: option, value, reason, way out."""

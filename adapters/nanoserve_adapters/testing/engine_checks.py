@@ -1,0 +1,94 @@
+"""Holding an engine thread, letting it come to rest, and looking for what was left behind."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from nanoserve_adapters.engine_thread import EngineThread
+    from nanoserve_adapters.sink import EngineLike, Sink
+    from nanoserve_core.request import Request
+
+_PATIENCE_SECONDS = 30.0
+
+
+class AdmissionGate:
+    """Holds an engine between two steps until ``num_requests`` more requests were submitted.
+
+    ::
+
+        with AdmissionGate(thread, 8):
+            callers = [executor.submit(adapter_call, prompt) for prompt in prompts]
+
+    then all of them are admitted before the next step, however slowly the callers start. Leaving
+    the block waits for them; it fails when they do not come.
+    """
+
+    def __init__(self, thread: EngineThread, num_requests: int) -> None:
+        self._thread = thread
+        self._missing = num_requests
+        self._lock = threading.Lock()
+        self._is_holding = threading.Event()
+        self._is_open = threading.Event()
+        self._holder = threading.Thread(target=lambda: thread.call(self._hold), name="gate")
+        self._submit_many = thread.submit_many
+
+    def __enter__(self) -> AdmissionGate:
+        self._thread.submit_many = self._count  # type: ignore[method-assign]  # undone at exit
+        self._holder.start()
+        self._is_holding.wait(_PATIENCE_SECONDS)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc_type is not None:
+            self._is_open.set()
+        came = self._is_open.wait(_PATIENCE_SECONDS)
+        self._is_open.set()
+        self._holder.join()
+        del self._thread.submit_many  # the instance's, set above
+        assert came, f"{self._missing} requests less were submitted than the gate waits for"
+
+    def _hold(self, engine: EngineLike) -> None:
+        del engine
+        self._is_holding.set()
+        self._is_open.wait()
+
+    def _count(self, requests: Sequence[Request], sinks: Sequence[Sink]) -> None:
+        self._submit_many(requests, sinks)
+        with self._lock:
+            self._missing -= len(requests)
+            if self._missing <= 0:
+                self._is_open.set()
+
+
+def settle(thread: EngineThread, *, max_steps: int = 100_000) -> None:
+    """Return when the engine has nothing to do; AssertionError after `max_steps` further steps.
+
+    Every look is a call between two steps, so that it takes no time that the engine does not take.
+    """
+    for _ in range(max_steps):
+        if not thread.call(lambda engine: engine.has_unfinished_requests()):
+            return
+    raise AssertionError(f"the engine is still busy after {max_steps} steps: {thread.stats()}")
+
+
+def leak_check(engine: EngineLike) -> None:
+    """Raise AssertionError when an idle engine still runs something or holds a block.
+
+    Blocks of the prefix cache count as free. For a thread: ``settle(thread)``, then
+    ``thread.call(leak_check)``.
+    """
+    stats = engine.stats()
+    assert not engine.has_unfinished_requests(), f"the engine is not idle: {stats}"
+    assert (stats.running, stats.waiting) == (0, 0), f"requests are left: {stats}"
+    assert stats.free_blocks == stats.num_blocks, f"blocks are left: {stats}"
+    engine.check()
