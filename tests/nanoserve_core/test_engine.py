@@ -278,7 +278,8 @@ def test_two_requests_cannot_share_an_id(engine: Engine) -> None:
     with pytest.raises(InvalidRequest, match="'a' is in use"):
         engine.add_request(request("a", (1, 2)))
 
-    run(engine)
+    while engine.has_unfinished_requests():
+        engine.step()
 
 
 def test_a_raising_stop_check_fails_its_request_only(engine: Engine) -> None:
