@@ -76,6 +76,15 @@ class Handle:
         """Calls by path, and the reasons of the fallbacks (a snapshot)."""
         return self._counter.snapshot(self._policy.counters)
 
+    @property
+    def thread(self) -> EngineThread:
+        """The engine's thread, for what this handle does not wrap; starts the engine if need be.
+
+        Raises `UnsupportedOption` for a model that cannot be served, `ConfigError` for options that
+        cannot be met, `EngineClosed` after `close`.
+        """
+        return self._engine.start()
+
     def stats(self) -> EngineStats:
         """The engine's counters; all zero before the first fast call, which starts the engine."""
         return self._engine.stats()
@@ -166,7 +175,7 @@ class Handle:
         self._policy.report(found, stacklevel=2 + _num_frames_to_user())
 
     def _run(self, call: SampleCall, task: Task) -> HFObject:
-        thread = self._engine.start()
+        thread = self.thread
         self._warn_of_outputs(call, task)
         _wait_for_device(call.model)
         group = make_requests(task, seed=None if task.sampling.is_greedy else _draw_seed())
