@@ -132,6 +132,18 @@ class EngineThread:
         self._start(streams, groups)
         return streams
 
+    def mailbox(self) -> LoopMailbox:
+        """The running event loop's mailbox, for sinks whose readers live there: it is a `Waker`
+        that all sinks of a loop share. Raises ``RuntimeError`` outside a loop.
+        """
+        loop = asyncio.get_running_loop()
+        # The mailbox keeps its loop alive, so an id in the table is never a dead loop's; entries of
+        # one loop are only touched by its own thread.
+        mailbox = self._mailboxes.get(id(loop))
+        if mailbox is None:
+            mailbox = self._mailboxes[id(loop)] = LoopMailbox(loop)
+        return mailbox
+
     def cancel(self, request_id: str) -> None:
         """End a request at the next step boundary; its consumer sees reason ``abort``.
 
@@ -206,13 +218,9 @@ class EngineThread:
     def _async_stream(
         self, requests: Sequence[Request], timeout_seconds: float | None
     ) -> AsyncRequestStream:
-        loop = asyncio.get_running_loop()
-        # The mailbox keeps its loop alive, so an id in the table is never a dead loop's; entries of
-        # one loop are only touched by its own thread.
-        mailbox = self._mailboxes.get(id(loop))
-        if mailbox is None:
-            mailbox = self._mailboxes[id(loop)] = LoopMailbox(loop)
-        return AsyncRequestStream(self, [r.request_id for r in requests], timeout_seconds, mailbox)
+        return AsyncRequestStream(
+            self, [r.request_id for r in requests], timeout_seconds, self.mailbox()
+        )
 
     def require_own_process(self) -> None:
         """Raise `EngineClosed` in a forked child: the engine's thread did not come along."""

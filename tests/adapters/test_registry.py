@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
 import pickle
 import threading
@@ -20,7 +19,6 @@ from nanoserve_core.errors import ConfigError, EngineClosed
 from tests.adapters.support import PATIENCE_SECONDS, hashed_tokens, new_request, tokens_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from nanoserve_core.config import EngineConfig
@@ -65,10 +63,9 @@ def loader() -> Loader:
 
 
 @pytest.fixture
-def engines(loader: Loader) -> Iterator[EngineRegistry]:
+def engines(loader: Loader) -> EngineRegistry:
     """A registry of its own for each test."""
-    yield EngineRegistry(loader)
-    gc.collect()  # ends what a test has dropped
+    return EngineRegistry(loader)
 
 
 # -- sharing --------------------------------------------------------------------------------------
@@ -251,7 +248,6 @@ def test_dropped_handles_count_no_more(engines: EngineRegistry, loader: Loader) 
     weakref.finalize(dropped, ended.set)
 
     del dropped
-    gc.collect()
     assert ended.is_set()
     kept.close()
 
@@ -263,7 +259,6 @@ def test_dropping_the_last_handle_stops_the_engine(engines: EngineRegistry) -> N
     (engine_thread,) = [t for t in threading.enumerate() if t.name == "nanoserve-engine"]
 
     del handle
-    gc.collect()
 
     engine_thread.join(PATIENCE_SECONDS)
     assert not engine_thread.is_alive()
@@ -275,7 +270,6 @@ def test_registry_does_not_keep_a_live_module(engines: EngineRegistry) -> None:
     reference = weakref.ref(module)
 
     del module
-    gc.collect()
 
     assert reference() is None
     handle.close()
@@ -288,7 +282,6 @@ def test_module_with_the_id_of_a_dead_one_is_another_model(
     dead, living = Module(), Module()
     old = engines.acquire(dead)
     del dead
-    gc.collect()
 
     new = engines.acquire(living)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 import threading
 from typing import TYPE_CHECKING
@@ -163,7 +162,6 @@ def test_dropped_stream_cancels() -> None:
         next(stream)
 
         del stream
-        gc.collect()
 
         assert num_aborted(thread) == 1
 
@@ -306,7 +304,6 @@ async def test_dropped_async_stream_cancels() -> None:
         await anext(stream)
 
         del stream
-        gc.collect()
 
         assert num_aborted(thread) == 1
 

@@ -11,7 +11,12 @@ AdapterContract     the tests every adapter has to pass
 
 from nanoserve_adapters.testing.adapter_contract import AdapterContract, AdapterUnderTest
 from nanoserve_adapters.testing.delayed_runner import DelayedRunner
-from nanoserve_adapters.testing.engine_checks import AdmissionGate, leak_check, settle
+from nanoserve_adapters.testing.engine_checks import (
+    AdmissionGate,
+    StepGate,
+    leak_check,
+    settle,
+)
 from nanoserve_adapters.testing.fake_engine import FakeEngine, hashed_token, scripted
 from nanoserve_adapters.testing.tiny_models import tiny_model, tiny_tokenizer
 
@@ -21,6 +26,7 @@ __all__ = [
     "AdmissionGate",
     "DelayedRunner",
     "FakeEngine",
+    "StepGate",
     "hashed_token",
     "leak_check",
     "scripted",

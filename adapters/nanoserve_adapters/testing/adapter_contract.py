@@ -15,7 +15,12 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
-from nanoserve_adapters.testing.engine_checks import AdmissionGate, leak_check, settle
+from nanoserve_adapters.testing.engine_checks import (
+    AdmissionGate,
+    StepGate,
+    leak_check,
+    settle,
+)
 from nanoserve_core.errors import EngineClosed, EngineDead, RequestFailed
 from nanoserve_core.request import Request
 from nanoserve_core.sampling_params import SamplingParams
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from nanoserve_adapters.engine_thread import EngineThread
+    from nanoserve_adapters.sink import EngineLike
     from nanoserve_core.request import StepOutput
 
 _PROMPTS = ([72, 101, 108, 108, 111], [72, 101, 121], [33], [9, 8, 7, 6, 5, 4, 3, 2, 1])
@@ -76,10 +82,11 @@ class AdapterContract:
 
     def test_closed_stream_leaves_nothing_behind(self, adapter: AdapterUnderTest) -> None:
         """Cancelled after its first piece: its blocks are free, another call is unharmed."""
-        stream = adapter.stream(_PROMPTS[0], max_tokens=200)
-        next(stream)
+        with StepGate(adapter.thread, at_step=8):
+            stream = adapter.stream(_PROMPTS[0], max_tokens=200)
+            next(stream)
 
-        stream.close()
+            stream.close()
 
         after = adapter.complete(_PROMPTS[1], max_tokens=_NUM_TOKENS)
         assert after == adapter.expected(_PROMPTS[1], max_tokens=_NUM_TOKENS)
@@ -117,9 +124,10 @@ class AdapterContract:
         self, adapter: AdapterUnderTest
     ) -> None:
         """The step raises while four calls wait."""
+        adapter.thread.call(_break)
+
         with _pool() as pool, AdmissionGate(adapter.thread, len(_PROMPTS)):
             calls = [pool.submit(adapter.complete, p, max_tokens=_NUM_TOKENS) for p in _PROMPTS]
-            adapter.thread.engine.step = _broken_step  # type: ignore[method-assign]  # to break it
 
         for call in calls:
             assert {EngineDead, ZeroDivisionError} <= _types_of_chain(call.exception())
@@ -152,8 +160,11 @@ def _poisoned_request() -> Request:
     )
 
 
-def _broken_step() -> list[StepOutput]:
-    raise ZeroDivisionError("a broken step")
+def _break(engine: EngineLike) -> None:
+    def broken_step() -> list[StepOutput]:
+        raise ZeroDivisionError("a broken step")
+
+    engine.step = broken_step  # type: ignore[method-assign]  # the contract is told of it
 
 
 def _error_of(call: Callable[[], object]) -> Exception | None:

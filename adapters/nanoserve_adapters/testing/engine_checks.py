@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
     from nanoserve_adapters.engine_thread import EngineThread
     from nanoserve_adapters.sink import EngineLike, Sink
-    from nanoserve_core.request import Request
+    from nanoserve_core.request import Request, StepOutput
 
-_PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 30.0
 
 
 class AdmissionGate:
@@ -40,7 +40,7 @@ class AdmissionGate:
     def __enter__(self) -> AdmissionGate:
         self._thread.submit_many = self._count  # type: ignore[method-assign]  # undone at exit
         self._holder.start()
-        self._is_holding.wait(_PATIENCE_SECONDS)
+        self._is_holding.wait(PATIENCE_SECONDS)
         return self
 
     def __exit__(
@@ -51,7 +51,7 @@ class AdmissionGate:
     ) -> None:
         if exc_type is not None:
             self._is_open.set()
-        came = self._is_open.wait(_PATIENCE_SECONDS)
+        came = self._is_open.wait(PATIENCE_SECONDS)
         self._is_open.set()
         self._holder.join()
         del self._thread.submit_many  # the instance's, set above
@@ -68,6 +68,47 @@ class AdmissionGate:
             self._missing -= len(requests)
             if self._missing <= 0:
                 self._is_open.set()
+
+
+class StepGate:
+    """Holds an engine at the start of its ``at_step``-th step from now (the first is 1).
+
+    ::
+
+        with StepGate(thread, at_step=4):
+            stream = adapter_stream(prompt)
+            next(stream)
+            stream.close()          # surely before the request has ended by itself
+    """
+
+    def __init__(self, thread: EngineThread, *, at_step: int) -> None:
+        self._thread = thread
+        self._num_left = at_step
+        self._is_open = threading.Event()
+
+    def __enter__(self) -> StepGate:
+        self._thread.call(self._install)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._is_open.set()
+
+    def _install(self, engine: EngineLike) -> None:
+        step = engine.step
+
+        def held_step() -> list[StepOutput]:
+            self._num_left -= 1
+            if self._num_left <= 0:
+                self._is_open.wait()
+                del engine.step  # the instance's, set below: the gate is used up
+            return step()
+
+        engine.step = held_step  # type: ignore[method-assign]  # undone above
 
 
 def settle(thread: EngineThread, *, max_steps: int = 100_000) -> None:
