@@ -386,9 +386,9 @@ class Engine:
 
     def _take_in(self, result: StepResult, done: Committed, error: BaseException | None) -> None:
         sequence = done.sequence
-        state = self._requests[sequence.request.request_id]
-        if not state.is_open(sequence.index):  # a sibling that failed in this step ended it
-            return
+        state = self._requests.get(sequence.request.request_id)
+        if state is None or not state.is_open(sequence.index):
+            return  # a sibling that failed in this very step ended it
         if error is not None:
             self._fail(state, sequence.index, error)
             return

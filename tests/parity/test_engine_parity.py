@@ -133,7 +133,7 @@ def assert_tokens_of_solo_runs(
                 assert tokens == expected
 
 
-@settings(max_examples=60)
+@settings(max_examples=150)
 @given(
     schedule=st.lists(arrivals(), min_size=1, max_size=7),
     options=engine_options(),
