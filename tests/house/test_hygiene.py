@@ -31,6 +31,7 @@ BORDERS = {
     "nanoserve_core/plugins.py": "a plugin's error is counted, or fails the requests it serves",
     "nanoserve_core/engine.py": "an error in a request's own `should_stop` fails that request",
     "adapters/nanoserve_adapters/engine_worker.py": "the engine thread: callers get the error",
+    "adapters/nanoserve_adapters/testing/fake_engine.py": "as the engine: it fails that request",
 }
 
 # A checker is silenced by the code of its rule and with a reason: noqa: CODE - why.
