@@ -153,9 +153,10 @@ class StepStats:
 def nanoserve_configure(config: EngineConfig, spec: ModelSpec) -> None:
     """Set up: look at the engine's options and at the model's shape.
 
-    When: once per engine, when the model is loaded and before the first request; a plugin
-    registered later gets it at its registration. Thread: the one that makes the engine. An
-    exception keeps the engine from starting.
+    When: once per engine, when the model is loaded and before the first request; a plugin that
+    registers later gets it then.
+    Thread: the one that makes the engine.
+    Result: none. An exception keeps the engine from starting, or the plugin from registering.
     """
 
 
@@ -163,8 +164,9 @@ def nanoserve_configure(config: EngineConfig, spec: ModelSpec) -> None:
 def nanoserve_shutdown(stats: EngineStats) -> None:
     """Tear down: flush and close what `nanoserve_configure` opened.
 
-    When: once, in ``Engine.close``, after the last request has ended. Thread: the one that closes
-    the engine. Returns nothing; exceptions are logged.
+    When: once, in ``Engine.close``, after the last request has ended.
+    Thread: the one that closes the engine.
+    Result: none; exceptions are counted.
     """
 
 
@@ -172,9 +174,10 @@ def nanoserve_shutdown(stats: EngineStats) -> None:
 def nanoserve_register_models() -> Mapping[str, ModelBuilder] | None:
     """Teach the engine further architectures: name in a checkpoint's config -> model builder.
 
-    When: once per engine, before the checkpoint is read. Thread: the one that makes the engine. The
-    mappings of all plugins are merged; None adds nothing; an exception keeps the engine from
-    starting.
+    When: once per engine, before the checkpoint is read.
+    Thread: the one that makes the engine.
+    Result: the mappings of all plugins are merged; None adds nothing. An exception keeps the engine
+    from starting.
     """
     raise NotImplementedError
 
@@ -185,8 +188,9 @@ def nanoserve_attention_backend(
 ) -> AttentionBackend | None:
     """Replace attention by another backend (see ``layers.attention.AttentionBackend``).
 
-    When: once per engine, before the K/V pool is sized. Thread: the one that makes the engine. The
-    first backend that is not None is used; an exception keeps the engine from starting.
+    When: once per engine, before the K/V pool is sized.
+    Thread: the one that makes the engine.
+    Result: the first backend that is not None is used. An exception keeps the engine from starting.
     """
     raise NotImplementedError
 
@@ -199,11 +203,12 @@ def nanoserve_logits_processors(
 
     Each meets ``nanoserve_core.batch_state.BatchLogitsProcessor``.
 
-    When: once per engine, before the first request. Thread: the one that makes the engine; the
-    processors' own methods run on the engine's thread: ``assign`` and ``release`` as sequences take
-    and leave slots, ``apply`` once per step in which a slot they serve yields a token, after
-    penalties and before the requests' own processors. All processors of all plugins are used. An
-    exception in ``assign`` or ``apply`` fails the requests it was called for, no others.
+    When: once per engine, before the first request. Of the processors: ``assign`` and ``release``
+    as sequences take and leave slots; ``apply`` once per step in which a slot they serve yields a
+    token, after penalties and before the requests' own processors.
+    Thread: the one that makes the engine; of the processors: the engine's.
+    Result: all processors of all plugins are used. An exception keeps the engine from starting; one
+    out of ``assign`` or ``apply`` fails the requests it was called for, no others.
     """
     raise NotImplementedError
 
@@ -212,10 +217,10 @@ def nanoserve_logits_processors(
 def nanoserve_sampler(config: EngineConfig, device: torch.device) -> SamplerProtocol | None:
     """Replace the sampler by another one (see ``sampler.SamplerProtocol``).
 
-    When: once per engine, before the first request. Thread: the one that makes the engine; its
-    ``sample`` runs on the engine's thread, once per step. The first sampler that is not None is
-    used; an exception keeps the engine from starting, and one out of ``sample`` is an engine
-    failure.
+    When: once per engine, before the first request. Of the sampler: once per step.
+    Thread: the one that makes the engine; of the sampler: the engine's.
+    Result: the first sampler that is not None is used. An exception keeps the engine from starting;
+    one out of ``sample`` is a failure of the engine.
     """
     raise NotImplementedError
 
@@ -224,8 +229,10 @@ def nanoserve_sampler(config: EngineConfig, device: torch.device) -> SamplerProt
 def nanoserve_cache_namespace(request: Request) -> str | None:
     """Name a request's cache namespace, such as a tenant: prefixes are shared only within it.
 
-    When: once per request, when it is submitted. Thread: the engine's. The first name that is not
-    None is added to the request's ``cache_salt``; an exception refuses this request.
+    When: once per request, when it is submitted.
+    Thread: the engine's.
+    Result: the first name that is not None becomes part of the request's ``cache_salt``. An
+    exception refuses this request.
     """
     raise NotImplementedError
 
@@ -234,9 +241,10 @@ def nanoserve_cache_namespace(request: Request) -> str | None:
 def nanoserve_request_added(request: Request) -> None:
     """See, or refuse, a valid request before it is queued.
 
-    When: once per request, when it is submitted. Thread: the engine's. Returns nothing; an
-    exception refuses this request: a NanoserveError is raised as it is, any other as the cause of a
-    `PluginError`.
+    When: once per request, when it is submitted.
+    Thread: the engine's.
+    Result: none. An exception refuses this request: a NanoserveError is raised as it is, any other
+    as the cause of a `PluginError`.
     """
 
 
@@ -244,9 +252,10 @@ def nanoserve_request_added(request: Request) -> None:
 def nanoserve_request_processor(request: Request) -> LogitsProcessor | None:
     """Give a request a logits processor: ``(input_ids [1, n], scores [1, V]) -> scores``.
 
-    When: once per request, when it is submitted. Thread: the engine's; the processor itself runs
-    there too, once per token of the request. Those of all plugins that are not None run after the
-    request's own; an exception here refuses this request, and one out of the processor fails it.
+    When: once per request, when it is submitted. Of the processor: once per token of the request.
+    Thread: the engine's.
+    Result: those of all plugins that are not None run after the request's own. An exception refuses
+    this request, and one out of the processor fails it.
     """
     raise NotImplementedError
 
@@ -255,10 +264,11 @@ def nanoserve_request_processor(request: Request) -> LogitsProcessor | None:
 def nanoserve_stop_checker(request: Request) -> StopCheck | None:
     """Give a request a rule for stopping, ``(sample index, output token ids) -> stop?``.
 
-    When: once per request, when it is submitted. Thread: the engine's; the rule itself runs there
-    too, once per new token, with a list it must not keep or change. The first rule that is not None
-    is used besides the request's own; an exception here refuses this request, and one out of the
-    rule fails it.
+    When: once per request, when it is submitted. Of the rule: once per new token, with a list it
+    must not keep or change.
+    Thread: the engine's.
+    Result: the first rule that is not None is used besides the request's own. An exception refuses
+    this request, and one out of the rule fails it.
     """
     raise NotImplementedError
 
@@ -269,8 +279,9 @@ def nanoserve_request_scheduled(
 ) -> None:
     """See a sample start: how long it waited, and how many prompt tokens were cached.
 
-    When: once per sample, at its first admission (not again after a preemption). Thread: the
-    engine's. Returns nothing; exceptions are logged.
+    When: once per sample, at its first admission (not again after a preemption).
+    Thread: the engine's.
+    Result: none; exceptions are counted.
     """
 
 
@@ -278,8 +289,9 @@ def nanoserve_request_scheduled(
 def nanoserve_request_preempted(request: Request, index: int, num_tokens: int) -> None:
     """See a sample give up its K/V: ``num_tokens`` computed positions will be computed again.
 
-    When: each time a sample is preempted. Thread: the engine's. Returns nothing; exceptions are
-    logged.
+    When: each time a sample is preempted.
+    Thread: the engine's.
+    Result: none; exceptions are counted.
     """
 
 
@@ -293,7 +305,9 @@ def nanoserve_request_finished(
     """See a request end; ``error`` is the cause when the reason is ``error``, else None.
 
     When: exactly once per admitted request, after its last sample ended (stop, length, abort or
-    error). Thread: the engine's. Returns nothing; exceptions are logged.
+    error).
+    Thread: the engine's.
+    Result: none; exceptions are counted.
     """
 
 
@@ -301,8 +315,9 @@ def nanoserve_request_finished(
 def nanoserve_tokens(outputs: Sequence[StepOutput]) -> None:
     """See all news of a step, for all requests at once: tokens, logprobs, ends.
 
-    When: once per step that has news, before they are delivered; they must not be changed. Thread:
-    the engine's. Returns nothing; exceptions are logged.
+    When: once per step that has news, before they are delivered; they must not be changed.
+    Thread: the engine's.
+    Result: none; exceptions are counted.
     """
 
 
@@ -310,7 +325,9 @@ def nanoserve_tokens(outputs: Sequence[StepOutput]) -> None:
 def nanoserve_step_finished(stats: StepStats) -> None:
     """See a step's counts and times. The stats are only built when a plugin has this hook.
 
-    When: once per committed step. Thread: the engine's. Returns nothing; exceptions are logged.
+    When: once per committed step.
+    Thread: the engine's.
+    Result: none; exceptions are counted.
     """
 
 
@@ -319,5 +336,7 @@ def nanoserve_weights_changed(old_epoch: int, new_epoch: int) -> None:
     """See that the model's weights have changed; the prefix cache has been dropped already.
 
     When: once per change, noticed by the engine or told by ``weights_changed()``, before the next
-    step. Thread: the engine's. Returns nothing; exceptions are logged.
+    step.
+    Thread: the engine's.
+    Result: none; exceptions are counted.
     """
