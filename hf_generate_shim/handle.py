@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from nanoserve_adapters.engine_thread import EngineThread
     from nanoserve_core.engine_stats import EngineStats
 
-_OUTPUT_BUDGET_NBYTES = 2 * 2**30
+OUTPUT_BUDGET_NBYTES = 2 * 2**30
 """Scores and logits of one call beyond which a warning says how much they will take."""
 
 _FLOAT32_NBYTES = 4
@@ -191,7 +191,7 @@ class Handle:
 
     def _warn_of_outputs(self, call: SampleCall, task: Task) -> None:
         nbytes = task.num_output_rows * call.vocab_size * _FLOAT32_NBYTES
-        if nbytes <= _OUTPUT_BUDGET_NBYTES:
+        if nbytes <= OUTPUT_BUDGET_NBYTES:
             return
         with self._lock:
             is_first, self._warned_of_outputs = not self._warned_of_outputs, True
