@@ -165,7 +165,7 @@ class BatchState:
         return torch.where(columns < self.to_device(lengths)[:, None], history, history[:, :1])
 
     def output_counts(self, slots: HostInts, tokens: Tensor) -> Tensor:
-        """How often each of ``tokens`` [rows, n] is in its slot's output; 0 where none is counted."""
+        """How often each of ``tokens`` [rows, n] is in its slot's output; 0 if not counted."""
         rows = self.to_device(self._counts.rows[slots])[:, None]
         return self._counts.data[rows.clamp(min=0), tokens] * (rows >= 0)
 

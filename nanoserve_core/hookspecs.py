@@ -65,12 +65,12 @@ nobody implements costs one attribute test.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from nanoserve_core.config import EngineConfig, ModelSpec
     from nanoserve_core.engine_stats import EngineStats
     from nanoserve_core.layers.attention import AttentionBackend
+    from nanoserve_core.models.source import ModelBuilder
     from nanoserve_core.request import (
         FinishReason,
         LogitsProcessor,
@@ -87,8 +88,6 @@ if TYPE_CHECKING:
         StopCheck,
     )
     from nanoserve_core.sampler import SamplerProtocol
-
-ModelBuilder: TypeAlias = "Callable[..., Any]"  # Any: a builder takes what its model needs
 
 PROJECT = "nanoserve"
 """Name of the markers' project and of the entry-point group."""
@@ -287,7 +286,7 @@ def nanoserve_request_scheduled(
 
 @hookspec
 def nanoserve_request_preempted(request: Request, index: int, num_tokens: int) -> None:
-    """See a sample give up its K/V: ``num_tokens`` computed positions will be computed again.
+    """See a sample give up its K/V; it keeps its ``num_tokens`` tokens and computes them again.
 
     When: each time a sample is preempted.
     Thread: the engine's.
