@@ -18,6 +18,7 @@ from nanoserve_core.models.adopt import ineligible_reason
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
     from torch import nn
 
     from hf_generate_shim.call import HFObject
@@ -65,6 +66,7 @@ class LiveEngine:
         self._options = dict(options)
         self._lock = threading.Lock()
         self._handle: EngineHandle | None = None
+        self._device: torch.device | None = None
         self._is_closed = False
 
     @property
@@ -106,8 +108,9 @@ class LiveEngine:
     def start(self) -> EngineThread:
         """The engine's thread; starts both at the first call, concurrent callers wait.
 
-        Raises `UnsupportedOption` for a model that cannot be served, `ConfigError` for options that
-        cannot be met, `EngineClosed` after `close`.
+        An engine that died, or whose model has moved to another device, is replaced. Raises
+        `UnsupportedOption` for a model that cannot be served, `ConfigError` for options that cannot
+        be met, `EngineClosed` after `close` and in a forked process.
         """
         with self._lock:
             if self._is_closed:
@@ -115,8 +118,13 @@ class LiveEngine:
                     "this model was uninstalled while the call was being prepared: expected an "
                     "installed one. Install it again."
                 )
+            model = self._require_model()
+            device = next(model.parameters()).device
+            if self._handle is not None and not self._can_go_on(self._handle, device):
+                self._handle.close()
+                self._handle = None
             if self._handle is None:
-                self._handle = self._acquire()
+                self._handle, self._device = self._acquire(model), device
             return self._handle.thread
 
     def stats(self) -> EngineStats:
@@ -131,8 +139,11 @@ class LiveEngine:
         if handle is not None:
             handle.close()
 
-    def _acquire(self) -> EngineHandle:
-        model = self._require_model()
+    def _can_go_on(self, handle: EngineHandle, device: torch.device) -> bool:
+        handle.thread.require_own_process()
+        return handle.thread.is_alive and device == self._device
+
+    def _acquire(self, model: nn.Module) -> EngineHandle:
         if "max_model_len" in self._options:
             return acquire(model, tokenizer=self._tokenizer, **self._options)
         options = {"max_model_len": self.max_model_len, **self._options}

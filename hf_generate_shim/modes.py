@@ -31,16 +31,17 @@ _SWITCHES: Mapping[str, tuple[Callable[[HFObject], bool], str]] = {
 def other_mode(model: nn.Module, arguments: Mapping[str, HFObject]) -> Unsupported | None:
     """The option by which this call leaves the modes that `_sample` runs; None when none does.
 
-    ``arguments`` are those of `generate` by name. As in transformers they win over the given
-    generation config, and that over the model's.
+    ``arguments`` are those of `generate` by name. As in transformers they win, also as None, over
+    the given generation config, and that over the model's.
     """
     if arguments.get("cache_implementation") == "paged":
         # transformers looks at the argument only: in a config the word does nothing
         return _unsupported("cache_implementation", "paged", "is not transformers' paged engine")
     configs = (arguments.get("generation_config"), getattr(model, "generation_config", None))
     for name, (switches, because) in _SWITCHES.items():
-        given = [arguments.get(name), *(getattr(config, name, None) for config in configs)]
+        given = [getattr(config, name, None) for config in configs]
         value = next((value for value in given if value is not None), None)
+        value = arguments.get(name, value)
         if switches(value):
             return _unsupported(name, value, because)
     return None

@@ -12,7 +12,7 @@ import hf_generate_shim
 from hf_generate_shim import TokenIdOutOfRange
 from nanoserve_adapters.testing import AdmissionGate, leak_check, settle
 from nanoserve_core import hookimpl
-from nanoserve_core.errors import EngineClosed, RequestFailed
+from nanoserve_core.errors import EngineClosed, EngineDead, RequestFailed
 from tests.hf_generate_shim.calls import VOCAB_SIZE, Options, batch, prompt, ragged
 
 if TYPE_CHECKING:
@@ -141,6 +141,31 @@ def test_every_waiting_caller_hears_of_a_failure_with_its_cause(model: Qwen3ForC
     assert all("third token" in str(error) for error in errors)
     assert [type(error.__cause__) for error in errors if error] == [ZeroDivisionError] * 4
     assert after.shape[1] == 7
+
+
+def test_dead_engine_fails_all_who_wait_and_is_replaced(
+    model: Qwen3ForCausalLM, handle: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = handle.thread
+    expected = model.generate(**batch(PROMPTS[0]), max_new_tokens=4).tolist()
+
+    def die() -> None:
+        raise ZeroDivisionError("the device is gone")
+
+    with ThreadPoolExecutor(4) as executor:
+        with AdmissionGate(first, 4):
+            monkeypatch.setattr(first.engine, "step", die)
+            futures = [
+                executor.submit(model.generate, **batch(row), max_new_tokens=50)
+                for row in PROMPTS[:4]
+            ]
+        errors = [future.exception(timeout=20) for future in futures]
+    after = model.generate(**batch(PROMPTS[0]), max_new_tokens=4).tolist()
+
+    assert [type(error) for error in errors] == [EngineDead] * 4
+    assert all("the device is gone" in str(error) for error in errors)
+    assert after == expected
+    assert handle.thread is not first
 
 
 def test_uninstall_ends_waiting_calls(model: Qwen3ForCausalLM) -> None:

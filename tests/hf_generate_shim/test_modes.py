@@ -41,6 +41,7 @@ def test_switch_is_named(model: Qwen3ForCausalLM, arguments: dict[str, Any]) -> 
         {"do_sample": True, "top_k": 5},
         {"generation_config": GenerationConfig(cache_implementation="paged")},
         {"num_beams": 1, "generation_config": GenerationConfig(num_beams=3)},
+        {"num_beams": None, "generation_config": GenerationConfig(num_beams=3)},
     ],
 )
 def test_sampling_and_greedy_search_are_not(
