@@ -8,8 +8,9 @@ Filters follow transformers' order and definitions (top-k, top-p, min-p), brough
 row keeps the scores that are at least its *cut*. All scores equal to the cut are kept; transformers
 does the same in top-k, and keeps an arbitrary part of them in top-p.
 
-These ops belong to the sampler as those of `reference` belong to the model; `for_device` stays the
-place where a device brings its own.
+These ops belong to the sampler as those of `reference` belong to the model, and `for_device` is the
+place where a device will bring its own. They run on a GPU too, but `sample_tokens` asks the device
+whether a list was long enough, and so waits for it; a kernel finds the cut without lists.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def test_row_without_a_distribution_is_marked_and_harms_no_other(
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 8}, {"top_p": 0.8}, {"min_p": 0.05}], ids=str)
-@pytest.mark.parametrize("vocab_size", [16, 2_000])
+@pytest.mark.parametrize("vocab_size", [16, 700])
 def test_drawn_tokens_follow_the_exact_probabilities(filters: Filters, vocab_size: int) -> None:
     num_draws = 20_000
     scores = random_scores(1, vocab_size, 2.0)

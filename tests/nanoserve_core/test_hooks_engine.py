@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+import textwrap
 import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from nanoserve_core import Engine, EngineConfig, FinishReason, Request, SamplingParams
+from nanoserve_core import Engine, EngineConfig, FinishReason, Request, SamplingParams, hookspecs
 from nanoserve_core.errors import InvalidRequest, PluginError
 from nanoserve_core.hookspecs import hookimpl
 from nanoserve_core.layers.attention import TorchAttention
@@ -572,6 +575,19 @@ def test_hooks_run_on_the_thread_that_steps_the_engine() -> None:
     thread.join()
 
     assert observer.threads == {"the engine's thread"}
+
+
+def test_guide_to_plugins_runs_as_written() -> None:
+    """The code in the docstring of `hookspecs`, with a tiny model in place of the path."""
+    from nanoserve_adapters.testing import tiny_model, tiny_tokenizer
+
+    guide = inspect.getdoc(hookspecs) or ""
+    code = textwrap.dedent(re.search(r"::\n\n((?: {4}.*\n|\n)+)", guide)[1])  # type: ignore[index]  # it is there
+    names: dict[str, Any] = {"model": tiny_model(), "tokenizer": tiny_tokenizer()}
+
+    exec(code.replace('"path-or-hub-id"', "model, tokenizer=tokenizer"), names)
+
+    assert names["watcher"].worst_seconds > 0
 
 
 # -- run-ahead: tokens that the host does not know yet --------------------------------------------
