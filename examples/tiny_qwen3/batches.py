@@ -8,10 +8,9 @@ worker makes it. Knows token ids, not the model.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +18,13 @@ from tokenizers import Tokenizer
 from torch.utils.data import IterableDataset, get_worker_info
 
 from examples.tiny_qwen3.corpus import ChatText, ExampleSource, random_thinking
-from examples.tiny_qwen3.example import Example
-from examples.tiny_qwen3.prose import Prose
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from examples.tiny_qwen3.example import Example
+    from examples.tiny_qwen3.prose import Prose
 
 _OPEN_ROWS = 16
 _CHUNK = 64  # examples tokenized at a time
@@ -32,16 +36,10 @@ class Shape:
 
     chat_rows: int = 256
     chat_length: int = 256
-    tool_rows: int = 24
+    tool_rows: int = 32
     tool_length: int = 1024
-    prose_rows: int = 4
+    prose_rows: int = 3
     prose_length: int = 2048
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in one step."""
-        chat, tools = self.chat_rows * self.chat_length, self.tool_rows * self.tool_length
-        return chat + tools + self.prose_rows * self.prose_length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,31 +82,33 @@ class Batches:
         self._text = ChatText()
         self._shape = shape
         self._seed = seed
-        self._pad_id = self._tokenizer.token_to_id("<|endoftext|>")
+        self._pad_id = self._tokenizer.get_vocab()["<|endoftext|>"]
         self._prose_ids, self._prose_starts = self._tokenize_prose(prose)
 
     def of_step(self, step: int) -> list[Batch]:
         """Chat, tools and prose, in this order."""
         rng, shape = Random(f"{self._seed}/{step}"), self._shape
-        chat, tools = self._source.draw_chat, self._source.draw_tool
+        chat = self._packed(rng, self._source.draw_chat, shape.chat_length + 1)
+        tools = self._packed(rng, self._source.draw_tool, shape.tool_length + 1)
         return [
-            self._dialogues(rng, chat, num_rows=shape.chat_rows, length=shape.chat_length),
-            self._dialogues(rng, tools, num_rows=shape.tool_rows, length=shape.tool_length),
-            self._prose(rng, num_rows=shape.prose_rows, length=shape.prose_length),
+            self._dialogues(chat, (shape.chat_rows, shape.chat_length + 1), emphasis=1),
+            # Long prompts, short answers: without emphasis the tools would hardly count.
+            self._dialogues(tools, (shape.tool_rows, shape.tool_length + 1), emphasis=2),
+            self._prose(rng, (shape.prose_rows, shape.prose_length + 1)),
         ]
 
     def _dialogues(
-        self, rng: Random, draw: Callable[[Random], Example], *, num_rows: int, length: int
+        self, packed: Iterator[list[_Document]], size: tuple[int, int], *, emphasis: int
     ) -> Batch:
-        token_ids = np.full((num_rows, length + 1), self._pad_id, dtype=np.int16)
-        weights = np.zeros((num_rows, length + 1), dtype=np.uint8)
-        documents = np.zeros((num_rows, length + 1), dtype=np.uint8)
-        for row, packed in zip(range(num_rows), self._packed(rng, draw, length + 1), strict=False):
+        token_ids = np.full(size, self._pad_id, dtype=np.int16)
+        weights = np.zeros(size, dtype=np.uint8)
+        documents = np.zeros(size, dtype=np.uint8)
+        for row in range(size[0]):
             start = 0
-            for number, document in enumerate(packed, 1):
+            for number, document in enumerate(next(packed), 1):
                 middle, end = start + len(document.prompt_ids), start + document.num_tokens
                 token_ids[row, start:end] = document.prompt_ids + document.completion_ids
-                weights[row, middle:end] = document.weight
+                weights[row, middle:end] = document.weight * emphasis
                 documents[row, start:end] = number
                 start = end
         return Batch(token_ids=token_ids, weights=weights, documents=documents)
@@ -145,16 +145,11 @@ class Batches:
             for prompt, completion in zip(ids[::2], ids[1::2], strict=True)
         ]
 
-    def _prose(self, rng: Random, *, num_rows: int, length: int) -> Batch:
-        windows = []
-        for _ in range(num_rows):
-            start = rng.choice(self._prose_starts)
-            start = min(start, len(self._prose_ids) - length - 1)
-            windows.append(self._prose_ids[start : start + length + 1])
-        token_ids = np.stack(windows)
-        return Batch(
-            token_ids=token_ids, weights=np.ones_like(token_ids, dtype=np.uint8), documents=None
-        )
+    def _prose(self, rng: Random, size: tuple[int, int]) -> Batch:
+        last = len(self._prose_ids) - size[1]
+        starts = [min(rng.choice(self._prose_starts), last) for _ in range(size[0])]
+        token_ids = np.stack([self._prose_ids[start : start + size[1]] for start in starts])
+        return Batch(token_ids=token_ids, weights=np.ones(size, dtype=np.uint8), documents=None)
 
     def _tokenize_prose(self, prose: Prose) -> tuple[npt.NDArray[np.int16], list[int]]:
         """All chapters one after another, and where their paragraphs begin."""

@@ -7,13 +7,16 @@ caller keeps it or draws again, by the side its key is on. Knows no tools, templ
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
+from typing import TYPE_CHECKING
 
 from examples.tiny_qwen3 import words
 from examples.tiny_qwen3.example import Example, Message, is_held_out
-from examples.tiny_qwen3.prose import Prose
+
+if TYPE_CHECKING:
+    from examples.tiny_qwen3.prose import Prose
 
 Task = Callable[[Random], Example]
 
@@ -142,9 +145,9 @@ def _copy(rng: Random, task: str, text: str) -> Example:
     )
 
 
-def echo(rng: Random, *, prose: Prose) -> Example:
+def echo(rng: Random, *, sentences: Sequence[str]) -> Example:
     """Repeat a sentence of the novels exactly."""
-    sentence = _sentence(rng, prose, low=12, high=150)
+    sentence = rng.choice(sentences)
     return Example(
         task="echo",
         key=f"echo {sentence}",
@@ -154,16 +157,9 @@ def echo(rng: Random, *, prose: Prose) -> Example:
     )
 
 
-def _sentence(rng: Random, prose: Prose, *, low: int, high: int) -> str:
-    while True:
-        sentence = rng.choice(prose.sentences)
-        if low <= len(sentence) <= high:
-            return sentence
-
-
-def continue_sentence(rng: Random, *, prose: Prose) -> Example:
+def continue_sentence(rng: Random, *, sentences: Sequence[str]) -> Example:
     """Continue a sentence of the novels from somewhere in its first half."""
-    sentence = _sentence(rng, prose, low=60, high=300)
+    sentence = rng.choice(sentences)
     pieces = sentence.split(" ")
     cut = rng.randint(3, max(3, len(pieces) // 2))
     return Example(
@@ -179,12 +175,9 @@ def continue_sentence(rng: Random, *, prose: Prose) -> Example:
     )
 
 
-def story(rng: Random, *, prose: Prose) -> Example:
+def story(rng: Random, *, paragraphs: Sequence[str]) -> Example:
     """Write a paragraph, of anything or with a name in it."""
-    while True:
-        paragraph = rng.choice(prose.paragraphs)
-        if 120 <= len(paragraph) <= 500:
-            break
+    paragraph = rng.choice(paragraphs)
     names = [word.strip(".,;'\"") for word in paragraph.split(" ")[1:] if word[:1].isupper()]
     names = [name for name in names if len(name) > 3 and name.isalpha()]
     request = rng.choice(_STORY_FORMS)
@@ -242,9 +235,7 @@ def _owner(rng: Random) -> tuple[list[str], str, str, str]:
 def _place(rng: Random) -> tuple[list[str], str, str, str]:
     count = rng.randint(2, 5)
     things, places = rng.sample(words.THINGS, count), rng.sample(words.PLACES, count)
-    texts = [
-        f"The {thing} is in the {place}." for thing, place in zip(things, places, strict=True)
-    ]
+    texts = [f"The {thing} is in the {place}." for thing, place in zip(things, places, strict=True)]
     at = rng.randrange(count)
     question = rng.choice((f"Where is the {things[at]}?", f"What is in the {places[at]}?"))
     return texts, question, texts[at], texts[at]
@@ -321,7 +312,7 @@ def greet(rng: Random) -> Example:
     )
     return Example(
         task="greet",
-        key=f"greet {name}",
+        key=f"name {name}",
         messages=(*random_system(rng), user(request.format(x=name))),
         answer=answer.format(x=name),
         thought=f"The name is {name}.",
@@ -341,7 +332,7 @@ def remember(rng: Random) -> Example:
         question, answer = rng.choice(("What is my name?", "Who am I?")), f"Your name is {name}."
     return Example(
         task="remember",
-        key=f"remember {name}",
+        key=f"name {name}",
         messages=(*messages, user(question)),
         answer=answer,
         thought=thought,
@@ -388,13 +379,21 @@ def chat_tasks(prose: Prose) -> dict[str, tuple[Task, float]]:
         "add": (add, 0.18),
         "copy_name": (copy_name, 0.12),
         "copy_unicode": (copy_unicode, 0.10),
-        "echo": (partial(echo, prose=prose), 0.12),
+        "echo": (partial(echo, sentences=_of_length(prose.sentences, 12, 150)), 0.12),
         "facts": (facts, 0.19),
-        "continue": (partial(continue_sentence, prose=prose), 0.07),
-        "story": (partial(story, prose=prose), 0.05),
+        "continue": (
+            partial(continue_sentence, sentences=_of_length(prose.sentences, 60, 300)),
+            0.07,
+        ),
+        "story": (partial(story, paragraphs=_of_length(prose.paragraphs, 120, 500)), 0.05),
         "count": (count_up, 0.04),
         "repeat": (repeat_word, 0.03),
         "greet": (greet, 0.03),
         "remember": (remember, 0.04),
         "json": (write_json, 0.03),
     }
+
+
+def _of_length(texts: Sequence[str], low: int, high: int) -> list[str]:
+    """The texts of `low` to `high` characters."""
+    return [text for text in texts if low <= len(text) <= high]

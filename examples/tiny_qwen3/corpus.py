@@ -10,15 +10,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from random import Random
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from examples.tiny_qwen3.chat_tasks import Task, assistant, chat_tasks
-from examples.tiny_qwen3.example import Example, Message, is_held_out
-from examples.tiny_qwen3.prose import Prose
+from examples.tiny_qwen3.example import Example, Message, is_held_out, is_trained_on
 from examples.tiny_qwen3.tool_tasks import tool_tasks
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from examples.tiny_qwen3.prose import Prose
 
 TEMPLATE_FILE = Path(__file__).with_name("chat_template.jinja")
 
@@ -50,7 +53,7 @@ class ExampleSource:
         make, _ = self._tasks[task]
         while True:
             example = make(rng)
-            if is_held_out(example.key) == self._held_out:
+            if is_held_out(example.key) if self._held_out else is_trained_on(example):
                 return example
 
     def draw_chat(self, rng: Random) -> Example:

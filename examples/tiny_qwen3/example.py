@@ -20,7 +20,8 @@ class Example:
     """A conversation up to the answer, and the answer.
 
     `key` names what is asked, apart from the wording. `answer` is the assistant's turn as it is
-    written after the thinking block, tool calls included. `is_exact`: no other answer is right.
+    written after the thinking block, tool calls included. `shown` are the keys of what the example
+    contains beside its question. `is_exact`: no other answer is right.
     """
 
     task: str
@@ -29,7 +30,13 @@ class Example:
     answer: str
     thought: str
     tools: tuple[Tool, ...] = ()
+    shown: tuple[str, ...] = ()
     is_exact: bool = True
+
+
+def is_trained_on(example: Example) -> bool:
+    """Whether training may see the example: nothing in it is held out."""
+    return not any(is_held_out(key) for key in (example.key, *example.shown))
 
 
 def is_held_out(key: str, *, one_in: int = 8) -> bool:

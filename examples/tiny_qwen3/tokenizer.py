@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from examples.tiny_qwen3.corpus import TEMPLATE_FILE, ChatText, ExampleSource, random_thinking
-from examples.tiny_qwen3.prose import Prose
 from examples.tiny_qwen3.words import listed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from examples.tiny_qwen3.prose import Prose
 
 VOCAB_SIZE = 4096
 MAX_LENGTH = 2048
@@ -83,6 +87,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
         "unk_token": None,
+        "additional_special_tokens": list(CONTROL_TOKENS[1:]),
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
         "errors": "replace",

@@ -7,16 +7,19 @@ the JSON of tools and calls, not how a template writes them out.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from examples.tiny_qwen3 import words
 from examples.tiny_qwen3.chat_tasks import Task, assistant, chat_tasks, random_system, user
-from examples.tiny_qwen3.example import Example, Message, Tool, is_held_out
-from examples.tiny_qwen3.prose import Prose
+from examples.tiny_qwen3.example import Example, Message, Tool
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from random import Random
+
+    from examples.tiny_qwen3.prose import Prose
 
 # The values a JSON argument may have.
 Value = str | int | float | bool
@@ -34,7 +37,9 @@ _STRING_NAMES = words.listed("""
     city name title place text query person country topic language street label subject owner
     description location customer_name unit path key
 """)
-_INTEGER_NAMES = words.listed("count number age size days input a b year amount limit page quantity x")
+_INTEGER_NAMES = words.listed("""
+    count number age size days input a b year amount limit page quantity x
+""")
 _NUMBER_NAMES = words.listed("price weight speed ratio height value temperature")
 _BOOLEAN_NAMES = words.listed("urgent active hidden private open_now")
 
@@ -190,7 +195,12 @@ class Exchange:
     @property
     def key(self) -> str:
         """What is asked, whatever the words."""
-        return f"call {json.dumps(self.calls, ensure_ascii=False)}"
+        return " ".join(self.call_keys)
+
+    @property
+    def call_keys(self) -> tuple[str, ...]:
+        """Each call's key, the same as that of an exchange with this call only."""
+        return tuple(f"call {json.dumps(call, ensure_ascii=False)}" for call in self.calls)
 
     @property
     def call_texts(self) -> str:
@@ -257,6 +267,7 @@ def tool_call(rng: Random, *, num_calls: int) -> Example:
     return Example(
         task="tool_call" if num_calls == 1 else "tool_calls",
         key=exchange.key,
+        shown=exchange.call_keys,
         messages=(*random_system(rng), user(exchange.request)),
         answer=exchange.call_texts,
         thought=exchange.thought,
@@ -271,6 +282,7 @@ def tool_answer(rng: Random) -> Example:
     return Example(
         task="tool_answer",
         key=f"{exchange.key} {exchange.answer}",
+        shown=exchange.call_keys,
         messages=(*random_system(rng), *exchange.calling_turns(rng, may_think=True)),
         answer=exchange.answer,
         thought="The tool has answered.",
@@ -280,7 +292,8 @@ def tool_answer(rng: Random) -> Example:
 
 def tool_next(rng: Random) -> Example:
     """Call a tool again, after one or two exchanges that are over."""
-    functions, earlier = _trained_exchanges(rng)
+    functions = random_functions(rng)
+    earlier = [random_exchange(rng, functions, num_calls=1) for _ in range(rng.choice((1, 1, 2)))]
     history: list[Message] = []
     for past in earlier:
         history += (*past.calling_turns(rng, may_think=False), assistant(past.answer))
@@ -288,21 +301,12 @@ def tool_next(rng: Random) -> Example:
     return Example(
         task="tool_next",
         key=exchange.key,
+        shown=tuple(key for past in earlier for key in past.call_keys),
         messages=(*random_system(rng), *history, user(exchange.request)),
         answer=exchange.call_texts,
         thought=exchange.thought,
         tools=tuple(function.tool(rng) for function in functions),
     )
-
-
-def _trained_exchanges(rng: Random) -> tuple[list[Function], list[Exchange]]:
-    """Functions and exchanges that may stand in a history: what is held out stands in none."""
-    while True:
-        functions = random_functions(rng)
-        count = rng.choice((1, 1, 2))
-        earlier = [random_exchange(rng, functions, num_calls=1) for _ in range(count)]
-        if not any(is_held_out(exchange.key) for exchange in earlier):
-            return functions, earlier
 
 
 def tool_unused(rng: Random, *, tasks: Sequence[Task]) -> Example:
@@ -316,11 +320,10 @@ def tool_unused(rng: Random, *, tasks: Sequence[Task]) -> Example:
         answer=example.answer,
         thought=example.thought,
         tools=tuple(function.tool(rng) for function in functions),
-        is_exact=example.is_exact,
     )
 
 
-def tool_free(rng: Random, *, prose: Prose) -> Example:
+def tool_free(rng: Random, *, sentences: Sequence[str]) -> Example:
     """Fill the parameters of a tool with sentences of one's own: a joke's setup and punchline."""
     names = rng.choice((("setup", "punchline"), ("title", "text"), ("summary",), ("answer",)))
     function = Function(
@@ -330,8 +333,7 @@ def tool_free(rng: Random, *, prose: Prose) -> Example:
     )
     topic = rng.choice(words.THINGS + words.WORDS)
     form = rng.choice(("Tell me a joke about {x}.", "Write about {x}s.", "Tell me about the {x}."))
-    short = [text for text in rng.sample(prose.sentences, 40) if len(text) < 70 and '"' not in text]
-    arguments: dict[str, Value] = {name: rng.choice(short or ["It is so."]) for name in names}
+    arguments: dict[str, Value] = {name: rng.choice(sentences) for name in names}
     return Example(
         task="tool_free",
         key=f"free {topic} {sorted(arguments.items())}",
@@ -345,12 +347,14 @@ def tool_free(rng: Random, *, prose: Prose) -> Example:
 
 def tool_tasks(prose: Prose) -> dict[str, tuple[Task, float]]:
     """Each task on this side's prose, with its share of the tool examples."""
-    simple = [task for task, _ in chat_tasks(prose).values()]
+    chat = chat_tasks(prose)
+    simple = [chat[name][0] for name in ("add", "copy_name", "echo", "facts", "greet", "json")]
+    short = [text for text in prose.sentences if len(text) < 80 and '"' not in text]
     return {
         "tool_call": (partial(tool_call, num_calls=1), 0.35),
         "tool_calls": (partial(tool_call, num_calls=2), 0.13),
         "tool_answer": (tool_answer, 0.24),
         "tool_next": (tool_next, 0.13),
         "tool_unused": (partial(tool_unused, tasks=simple), 0.1),
-        "tool_free": (partial(tool_free, prose=prose), 0.05),
+        "tool_free": (partial(tool_free, sentences=short), 0.05),
     }

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from random import Random
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from random import Random
+
 
 def listed(text: str) -> tuple[str, ...]:
     """The words of a text: a list of many words is easier to read without quotes."""
