@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,8 +22,8 @@ class Explanation:
     def __str__(self) -> str:
         if self.path is Path.FAST:
             return "fast: the engine runs this call"
-        listed = "; ".join(
-            f"{r.option}={r.value}: it {r.because}. {r.way_out}" for r in self.reasons
+        listed = " ".join(
+            f"{r.option}={reprlib.repr(r.value)}: it {r.because}. {r.way_out}" for r in self.reasons
         )
         return f"{self.path}: {listed}"
 

@@ -225,7 +225,7 @@ def _scope(model: nn.Module, arguments: Mapping[str, HFObject]) -> GenerateScope
 
 def _draw_seed() -> int:
     """One number from torch's default generator: `torch.manual_seed` reproduces a call."""
-    return int(torch.randint(2**63 - 1, (), dtype=torch.int64))
+    return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
 
 
 def _wait_for_device(model: nn.Module) -> None:

@@ -76,10 +76,14 @@ def uninstall(model: nn.Module) -> None:
 
 
 @contextmanager
-def installed(model: nn.Module, **options: Any) -> Iterator[Handle]:  # Any: see install
+def installed(
+    model: nn.Module,
+    tokenizer: HFObject = None,
+    **options: Any,  # Any: see install
+) -> Iterator[Handle]:
     """`install` for the block, same arguments. A model that was installed before stays so."""
     was_installed = QWEN3.handle_of(model) is not None
-    handle = install(model, **options)
+    handle = install(model, tokenizer, **options)
     try:
         yield handle
     finally:

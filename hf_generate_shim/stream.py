@@ -35,4 +35,4 @@ class LockstepFeed:
             rows = [sample.token_ids for sample in self._results.rows]
             step = [row[self._num_steps] if self._num_steps < len(row) else pad for row in rows]
             self._num_steps += 1
-            self._streamer.put(torch.tensor(step, dtype=torch.long))
+            self._streamer.put(torch.tensor(step, dtype=torch.long, device="cpu"))
