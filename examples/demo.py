@@ -71,9 +71,9 @@ def show_generate(model_path: str, console: Console) -> None:
 
     generate()  # warm: neither side pays first-use costs
     plain, plain_seconds = timed(generate)
-    with hf_generate_shim.installed(model, tokenizer) as handle:
+    with hf_generate_shim.installed(model, tokenizer=tokenizer) as handle:
         generate()
-        handle.engine.call(lambda engine: engine.weights_changed())  # forget the prompts: no hits
+        handle.thread.call(lambda engine: engine.weights_changed())  # forget the prompts: no hits
         served, served_seconds = timed(generate)
         counters = handle.counters
 

@@ -36,7 +36,7 @@ def main() -> None:
     options = {"max_new_tokens": 24, "do_sample": False}
 
     expected = model.generate(**inputs, **options)
-    with hf_generate_shim.installed(model, tokenizer) as handle:
+    with hf_generate_shim.installed(model, tokenizer=tokenizer) as handle:
         tokens = model.generate(**inputs, **options)
         print("same tokens as transformers:", torch.equal(tokens, expected))
         for text in tokenizer.batch_decode(tokens, skip_special_tokens=True):
