@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nanoserve_core.config import EngineConfig, ModelSpec
-    from nanoserve_core.engine import Engine, EngineStats
+    from nanoserve_core.engine import Engine
+    from nanoserve_core.engine_stats import EngineStats
     from nanoserve_core.errors import (
         ConfigError,
         EngineClosed,
@@ -63,7 +64,8 @@ __all__ = [
 
 _MODULES = {
     "config": ("EngineConfig", "ModelSpec"),
-    "engine": ("Engine", "EngineStats"),
+    "engine": ("Engine",),
+    "engine_stats": ("EngineStats",),
     "errors": (
         "ConfigError",
         "EngineClosed",

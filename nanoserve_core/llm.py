@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from nanoserve_core.collect import OutputCollector
 from nanoserve_core.config import EngineConfig
-from nanoserve_core.engine import Engine, EngineStats
+from nanoserve_core.engine import Engine
 from nanoserve_core.errors import ConfigError, InvalidRequest, RequestFailed
 from nanoserve_core.request import Request, RequestOutput
 from nanoserve_core.sampling_params import SamplingParams
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
     from torch import nn
+
+    from nanoserve_core.engine_stats import EngineStats
 
 Prompt: TypeAlias = "str | Sequence[int]"
 Message: TypeAlias = Mapping[str, Any]
