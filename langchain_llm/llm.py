@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing, closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.language_models import BaseLLM, LanguageModelInput
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from langchain_llm.options import CallOptions
     from nanoserve_core.request import Request, RequestOutput
 
+DEFAULT_MAX_TOKENS = 512
+"""Length of a text for which none was asked: plain text has no end of turn."""
+
 
 class NanoserveLLM(ServedModel, BaseLLM):
     """A text completion model that an engine in this process serves.
@@ -45,8 +49,6 @@ class NanoserveLLM(ServedModel, BaseLLM):
     The options are the fields of `ServedModel`.
     """
 
-    max_tokens: int | None = 512
-    """Most tokens to generate: plain text has no end of turn. None: to the end of the context."""
     n: int | None = None
     """Samples for each prompt; ``generate`` returns all, ``invoke`` and ``batch`` the first."""
     apply_chat_template: bool = False
@@ -228,10 +230,18 @@ class NanoserveLLM(ServedModel, BaseLLM):
         run_manager: CallbackManagerForLLMRun | AsyncCallbackManagerForLLMRun | None,
     ) -> list[Request]:
         tokenizer, metadata = self.engine.tokenizer, run_metadata(run_manager)
+        encoded = [self._prompt_ids(prompt, options) for prompt in prompts]
         return [
-            calls.make_request(tokenizer, self._prompt_ids(prompt, options), options, metadata)
-            for prompt in prompts
+            calls.make_request(tokenizer, token_ids, self._limited(options, token_ids), metadata)
+            for token_ids in encoded
         ]
+
+    def _limited(self, options: CallOptions, prompt_token_ids: Sequence[int]) -> CallOptions:
+        if options.has_max_tokens:
+            return options
+        room = self.engine.thread.engine.max_model_len - len(prompt_token_ids)
+        limit = max(1, min(DEFAULT_MAX_TOKENS, room))  # no room at all is the engine's to refuse
+        return replace(options, sampling=options.sampling.replace(max_tokens=limit))
 
     def _prompt_ids(self, prompt: str, options: CallOptions) -> list[int]:
         tokenizer = self.engine.tokenizer

@@ -26,6 +26,9 @@ ALIASES = {
 }
 """Names other integrations use -> ours; accepted by constructors and calls."""
 
+TO_THE_END = -1
+"""``max_tokens`` for an answer as long as the context allows, as other integrations have it."""
+
 # Fields that become the SamplingParams field of the same name.
 _SAMPLING = (
     "n",
@@ -62,6 +65,8 @@ class CallOptions:
     """Everything one call asks for, after merging."""
 
     sampling: SamplingParams
+    has_max_tokens: bool
+    """Whether a length was asked for, be it "to the end of the context"."""
     template: TemplateOptions
     apply_chat_template: bool
     model_name: str
@@ -115,6 +120,7 @@ def merge(fields: Options, given: Options, stop: list[str] | None) -> CallOption
         merged["stop"] = stop
     return CallOptions(
         sampling=_sampling(merged),
+        has_max_tokens=merged.get("max_tokens") is not None,
         template=TemplateOptions(
             chat_template=merged.get("chat_template"),
             enable_thinking=merged.get("enable_thinking"),
@@ -136,10 +142,9 @@ def identity(fields: Options) -> dict[str, Any]:
 
 def _sampling(merged: Options) -> SamplingParams:
     chosen = {name: value for name in _SAMPLING if (value := merged.get(name)) is not None}
-    # SamplingParams' own default is 16 tokens; here None means: to the end of the context.
-    return SamplingParams(
-        **chosen, max_tokens=merged.get("max_tokens"), logprobs=_num_logprobs(merged)
-    )
+    limit = merged.get("max_tokens")
+    limit = None if limit == TO_THE_END else limit  # SamplingParams' own default is 16 tokens
+    return SamplingParams(**chosen, max_tokens=limit, logprobs=_num_logprobs(merged))
 
 
 def _num_logprobs(merged: Options) -> int | None:
