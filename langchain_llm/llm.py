@@ -59,8 +59,8 @@ class NanoserveLLM(ServedModel, BaseLLM):
     @override
     def batch(
         self,
-        inputs: list[LanguageModelInput],
-        config: RunnableConfig | list[RunnableConfig] | None = None,
+        inputs: Sequence[LanguageModelInput],
+        config: RunnableConfig | Sequence[RunnableConfig] | None = None,
         *,
         return_exceptions: bool = False,
         **kwargs: Any,
@@ -68,28 +68,27 @@ class NanoserveLLM(ServedModel, BaseLLM):
         """Texts in order. Without limits, returned exceptions or token callbacks it is one call of
         the engine; else as `ServedModel.batch`.
         """
-        if inputs and not return_exceptions and self._is_one_call(config, len(inputs)):
-            return BaseLLM.batch(self, inputs, config, **kwargs)
-        return super().batch(inputs, config, return_exceptions=return_exceptions, **kwargs)
+        configs = get_config_list(config, len(inputs))
+        if inputs and not return_exceptions and self._is_one_call(configs):
+            return BaseLLM.batch(self, list(inputs), configs, **kwargs)
+        return super().batch(inputs, configs, return_exceptions=return_exceptions, **kwargs)
 
     @override
     async def abatch(
         self,
-        inputs: list[LanguageModelInput],
-        config: RunnableConfig | list[RunnableConfig] | None = None,
+        inputs: Sequence[LanguageModelInput],
+        config: RunnableConfig | Sequence[RunnableConfig] | None = None,
         *,
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[str]:
         """`batch` for coroutines."""
-        if inputs and not return_exceptions and self._is_one_call(config, len(inputs)):
-            return await BaseLLM.abatch(self, inputs, config, **kwargs)
-        return await super().abatch(inputs, config, return_exceptions=return_exceptions, **kwargs)
+        configs = get_config_list(config, len(inputs))
+        if inputs and not return_exceptions and self._is_one_call(configs):
+            return await BaseLLM.abatch(self, list(inputs), configs, **kwargs)
+        return await super().abatch(inputs, configs, return_exceptions=return_exceptions, **kwargs)
 
-    def _is_one_call(
-        self, config: RunnableConfig | list[RunnableConfig] | None, num_inputs: int
-    ) -> bool:
-        configs = get_config_list(config, num_inputs)
+    def _is_one_call(self, configs: Sequence[RunnableConfig]) -> bool:
         listeners = [config.get("callbacks") for config in configs]
         return (
             configs[0].get("max_concurrency") is None

@@ -69,8 +69,9 @@ class ServedModel(BaseLanguageModel):  # type: ignore[type-arg]  # the two subcl
     temperature: float | None = None
     """0 is greedy; None: 1.0."""
     max_tokens: int | None = None
-    """Most tokens to generate, also ``max_new_tokens``; -1: to the end of the context. None: as -1 for
-    chat, where a turn ends by itself; for plain text 512, or what the context has room for."""
+    """Most tokens to generate, also ``max_new_tokens``; -1: to the end of the context. None: as -1
+    for chat, where a turn ends by itself; for plain text 512, or what the context has room for.
+    """
     min_tokens: int | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -199,8 +200,8 @@ class ServedModel(BaseLanguageModel):  # type: ignore[type-arg]  # the two subcl
     @override
     def batch(
         self,
-        inputs: list[LanguageModelInput],
-        config: RunnableConfig | list[RunnableConfig] | None = None,
+        inputs: Sequence[LanguageModelInput],
+        config: RunnableConfig | Sequence[RunnableConfig] | None = None,
         *,
         return_exceptions: bool = False,
         **kwargs: Any,  # Any: options of the call
@@ -246,8 +247,8 @@ class ServedModel(BaseLanguageModel):  # type: ignore[type-arg]  # the two subcl
     @override
     async def abatch(
         self,
-        inputs: list[LanguageModelInput],
-        config: RunnableConfig | list[RunnableConfig] | None = None,
+        inputs: Sequence[LanguageModelInput],
+        config: RunnableConfig | Sequence[RunnableConfig] | None = None,
         *,
         return_exceptions: bool = False,
         **kwargs: Any,  # Any: options of the call

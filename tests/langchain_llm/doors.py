@@ -89,13 +89,14 @@ class RealDoor(Door):
 
 
 class SayText:
-    """The ``next_token`` of a fake engine: says a text, then ends. Texts may depend on the prompt."""
+    """``next_token`` of a fake engine: says a text, then ends. Texts may depend on the prompt."""
 
     def __init__(self, text: str, by_prompt: dict[str, str] | None = None) -> None:
         self.text = text
         self.by_prompt = by_prompt or {}
 
     def __call__(self, request: Request, index: int, token_ids: Sequence[int]) -> int:
+        del index
         prompt = bytes(token for token in request.prompt_token_ids if token < 256).decode()
         text = next((t for part, t in self.by_prompt.items() if part in prompt), self.text)
         position = len(token_ids) - len(request.prompt_token_ids)

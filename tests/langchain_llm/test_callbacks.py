@@ -13,6 +13,8 @@ from langchain_core.messages import HumanMessage
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from langchain_core.runnables import Runnable
+
     from langchain_llm import ChatNanoserve
     from tests.langchain_llm.doors import FakeDoor
 
@@ -27,21 +29,21 @@ class Recorder(BaseCallbackHandler):
         self.tokens: list[str] = []
         self.threads: set[int] = set()
 
-    def on_chat_model_start(self, *args: Any, **kwargs: Any) -> None:
+    def on_chat_model_start(self, *_: Any, **__: Any) -> None:
         self.events.append("start")
 
-    def on_llm_start(self, *args: Any, **kwargs: Any) -> None:
+    def on_llm_start(self, *_: Any, **__: Any) -> None:
         self.events.append("start")
 
-    def on_llm_new_token(self, token: str, **kwargs: Any) -> None:
+    def on_llm_new_token(self, token: str, **_: Any) -> None:
         self.events.append("token")
         self.tokens.append(token)
         self.threads.add(threading.get_ident())
 
-    def on_llm_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_llm_end(self, *_: Any, **__: Any) -> None:
         self.events.append("end")
 
-    def on_llm_error(self, error: BaseException, **kwargs: Any) -> None:
+    def on_llm_error(self, error: BaseException, **_: Any) -> None:
         self.events.append(f"error {type(error).__name__}")
 
     @property
@@ -50,11 +52,11 @@ class Recorder(BaseCallbackHandler):
         return [event for event in self.events if event != "token"]
 
 
-async def astream(model: Any, **options: Any) -> list[Any]:
+async def astream(model: Runnable[Any, Any], **options: Any) -> list[Any]:
     return [chunk async for chunk in model.astream("hi", **options)]
 
 
-async def events(model: Any, version: str) -> list[Any]:
+async def events(model: Runnable[Any, Any], version: str) -> list[Any]:
     return [e async for e in model.astream_events("hi", version=version)]
 
 
@@ -69,7 +71,7 @@ def run_all_paths(chat: ChatNanoserve) -> dict[str, Callable[[dict[str, Any]], o
         "ainvoke, streaming": lambda config: asyncio.run(streaming.ainvoke("hi", config)),
         "chain": lambda config: list((chat | (lambda m: m)).stream("hi", config)),
         "v2 events": lambda config: asyncio.run(
-            events(chat.with_config(config), version="v2")  # type: ignore[arg-type]
+            events(chat.with_config(config), version="v2")
         ),
     }
 
@@ -229,7 +231,7 @@ def test_slow_async_handler_does_not_hold_other_calls(fake: FakeDoor) -> None:
         def __init__(self) -> None:
             self.go = asyncio.Event()
 
-        async def on_llm_new_token(self, token: str, **kwargs: Any) -> None:
+        async def on_llm_new_token(self, *_: Any, **__: Any) -> None:
             await self.go.wait()
 
     async def both() -> str:

@@ -38,7 +38,7 @@ def test_second_branch_reads_the_common_prefix_from_the_cache(real: RealDoor) ->
     with AdmissionGate(real.thread, 2):
         answers = chat.batch(branches)
 
-    cached = sorted(a.usage_metadata["input_token_details"]["cache_read"] for a in answers)  # type: ignore[index]
+    cached = sorted(a.usage_metadata["input_token_details"]["cache_read"] for a in answers)
     assert cached[0] == 0
     assert cached[1] >= 48
 
@@ -89,7 +89,7 @@ def test_tokens_are_counted_by_the_models_own_tokenizer(fake: FakeDoor) -> None:
     assert chat.get_token_ids("né") == [*"né".encode()]
     assert chat.get_num_tokens("né") == 3
     assert chat.get_num_tokens_from_messages([]) == 0
-    assert fake.chat(custom_get_token_ids=lambda text: [1]).get_num_tokens("né") == 1
+    assert fake.chat(custom_get_token_ids=lambda _: [1]).get_num_tokens("né") == 1
 
 
 def test_counted_messages_are_exactly_the_prompt(fake: FakeDoor) -> None:

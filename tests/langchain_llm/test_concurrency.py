@@ -1,4 +1,6 @@
-"""Calls by every route run in one batch, keep their order and their text: public reports B1, B2, S3, S8."""
+"""Calls by every route run in one batch, keep their order and their text: public reports B1, B2,
+S3, S8.
+"""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_first_exception_is_raised_and_what_has_not_begun_never_begins() -> None
 
 
 def test_interrupt_inside_a_call_is_raised_even_where_exceptions_are_returned() -> None:
-    def call(item: int) -> None:
+    def call(_: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import gc
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -182,7 +182,7 @@ def test_handle_of_the_registry_can_be_the_engine(
 
 
 @pytest.mark.parametrize("wrong", [object(), "a-path", 3])
-def test_engine_of_a_wrong_kind_is_refused(wrong: Any) -> None:
+def test_engine_of_a_wrong_kind_is_refused(wrong: object) -> None:
     with pytest.raises(ConfigError, match=rf"{type(wrong).__name__}.*chat\.engine"):
         ChatNanoserve(engine=wrong)
 

@@ -12,8 +12,10 @@ from nanoserve_core import UnsupportedOption
 from tests.langchain_llm.doors import SayText
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from nanoserve_adapters.sink import Sink
+    from nanoserve_core import Request
     from tests.langchain_llm.doors import FakeDoor, RealDoor
 
 
@@ -23,7 +25,7 @@ def test_batch_submits_all_prompts_in_one_call(
     sizes: list[int] = []
     submit_many = fake.thread.submit_many
 
-    def count(requests: Any, sinks: Any) -> None:
+    def count(requests: Sequence[Request], sinks: Sequence[Sink]) -> None:
         sizes.append(len(requests))
         submit_many(requests, sinks)
 
@@ -55,7 +57,7 @@ def test_all_samples_are_returned(real: RealDoor, way: str) -> None:
 
     assert [len(row) for row in result.generations] == [3, 3]
     assert len({generation.text for generation in result.generations[0]}) > 1
-    usage = result.llm_output["token_usage"]  # type: ignore[index]
+    usage = result.llm_output["token_usage"]
     assert usage == {"prompt_tokens": 6, "completion_tokens": 36, "total_tokens": 42}
 
 

@@ -1,4 +1,4 @@
-"""Options: call > bind > field > default; unknown names are errors that name the nearest (B4, B9)."""
+"""Options: call > bind > field > default; unknown ones are errors naming the nearest (B4, B9)."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_tokenizer_without_a_template_is_refused_with_a_way_out() -> None:
     tokenizer = new_tokenizer()
     tokenizer.chat_template = None
 
-    with pytest.raises(ConfigError, match="no chat template.*chat_template=.*NanoserveLLM"):
+    with pytest.raises(ConfigError, match=r"no chat template.*chat_template=.*NanoserveLLM"):
         render_chat(tokenizer, MESSAGES, NOTHING)
 
 

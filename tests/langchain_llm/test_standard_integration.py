@@ -1,4 +1,4 @@
-"""LangChain's own integration suite for chat models, on a random tiny Qwen3 behind a real engine."""
+"""LangChain's integration suite for chat models, on a random tiny Qwen3 behind a real engine."""
 
 from __future__ import annotations
 

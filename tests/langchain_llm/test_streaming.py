@@ -1,4 +1,6 @@
-"""Streams: the pieces join to the answer of invoke, and only the last one says how it ended (B5, S2)."""
+"""Streams: the pieces join to the answer of invoke, and only the last one says how it ended (B5,
+S2).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,6 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from langchain_core.messages import AIMessageChunk
 
 from langchain_llm.streaming import PieceAssembler
 from nanoserve_adapters.testing import settle
@@ -15,6 +16,8 @@ from tests.langchain_llm.doors import IM_END
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from langchain_core.messages import AIMessageChunk
 
     from langchain_llm import ChatNanoserve
     from tests.langchain_llm.doors import FakeDoor, RealDoor
