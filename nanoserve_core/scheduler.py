@@ -226,6 +226,7 @@ class Scheduler:
         assert len(slots) == self._num_running <= self._max_num_seqs, f"{slots=}"
         assert len(slots) + self._slots.num_free == self._max_num_seqs, f"{slots=}"
         assert len(slots) + len(self._waiting) == len(live), f"{len(live)} live"
+        assert self._waiting.leader_ids <= {s.sequence_id for s in live}, "waits for one that ended"
         for s in holders.values():
             rows = [r for step in self._launched for r in step.plan.seqs if r[0] == s.sequence_id]
             assert s.num_in_flight == sum(r.num_tokens for r in rows), f"{s.num_in_flight=}"
@@ -530,7 +531,6 @@ class Scheduler:
         self._stats.num_preemptions += 1
         self._preempted.append(victim)
         self._waiting.push(victim)
-        self._waiting.release_followers(victim)
 
     def _end_draining(self, sequence: Sequence) -> None:
         if sequence.is_preempting:

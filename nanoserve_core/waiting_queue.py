@@ -80,6 +80,11 @@ class WaitingQueue:
         if self._followers:
             self._queue_all(self._followers.pop(leader.sequence_id, ()))
 
+    @property
+    def leader_ids(self) -> set[int]:
+        """Sequences that others wait for as their followers."""
+        return set(self._followers)
+
     def discard(self) -> None:
         """A waiting sequence, wherever it is, has just become finished."""
         self._num_waiting -= 1
