@@ -138,7 +138,7 @@ def show_timeline(model_path: str, out: Path, console: Console) -> None:
         SamplingParams(temperature=0, max_tokens=16 + 8 * (number % 5), ignore_eos=True)
         for number in range(32)
     ]
-    options = {"num_kvcache_blocks": 72, "max_num_batched_tokens": 192, "max_num_seqs": 16}
+    options = {"num_kvcache_blocks": 46, "max_num_batched_tokens": 192, "max_num_seqs": 16}
     with LLM(model_path, plugins=[timeline], **options) as llm:
         llm.generate(prompts, params, use_tqdm=False)
         stats = llm.stats()

@@ -142,7 +142,9 @@ class Timeline:
         lives.legend(
             handles=[Patch(color=colour, label=kind) for kind, colour in COLOURS.items()],
             ncols=len(COLOURS),
-            loc="lower right",
+            loc="lower left",
+            bbox_to_anchor=(0, 1),
+            frameon=False,
         )
         times = [step.start_time - self._origin for step in self._steps]
         counts.step(times, [len(step.rows) for step in self._steps], where="post", color="#4e79a7")
@@ -169,7 +171,7 @@ def main() -> None:
         SamplingParams(temperature=0, max_tokens=16 + 4 * (i % 6), ignore_eos=True)
         for i in range(24)
     ]
-    options = {"num_kvcache_blocks": 48, "max_num_batched_tokens": 128, "max_num_seqs": 16}
+    options = {"num_kvcache_blocks": 28, "max_num_batched_tokens": 128, "max_num_seqs": 16}
     with LLM(arguments.model, plugins=[timeline], **options) as llm:
         llm.generate(prompts, params)
     trace, picture = timeline.save(arguments.out)
