@@ -69,8 +69,8 @@ def skinny_gemm_kernel(
     weight_row_stride,
     out_split_stride,
     out_row_stride,
-    SIZE: tl.constexpr,
-    SPLIT_SIZE: tl.constexpr,
+    size,
+    split_size,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -78,24 +78,24 @@ def skinny_gemm_kernel(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """grid (tiles of columns, splits): one tile of BLOCK_N columns and all rows over SPLIT_SIZE."""
+    """grid (tiles of columns, splits): one tile of BLOCK_N columns and all rows over split_size."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     split = tl.program_id(1)
     rows = tl.arange(0, BLOCK_M)
     columns = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    inner = split * SPLIT_SIZE + tl.arange(0, BLOCK_K)
+    inner = split * split_size + tl.arange(0, BLOCK_K)
     is_row = rows < num_rows
     is_column = columns < out_size
     weight_ptrs = weight_ptr + columns[:, None] * weight_row_stride + inner[None, :]
     x_ptrs = x_ptr + rows[None, :] * x_row_stride + inner[:, None]
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in tl.range(0, SPLIT_SIZE, BLOCK_K, num_stages=NUM_STAGES):
+    for start in tl.range(0, split_size, BLOCK_K, num_stages=NUM_STAGES):
         weight_mask = is_column[:, None]
         x_mask = is_row[None, :]
         if not EVEN:
-            is_inner = inner + start < SIZE
+            is_inner = inner + start < size
             weight_mask = weight_mask & is_inner[None, :]
             x_mask = x_mask & is_inner[:, None]
         weight = tl.load(weight_ptrs + start, mask=weight_mask, other=0.0)
@@ -137,8 +137,8 @@ def skinny_gemm(
         weight.stride(0),
         out.stride(0),
         out.stride(-2),
-        SIZE=size,
-        SPLIT_SIZE=split_size,
+        size,
+        split_size,
         BLOCK_M=max(triton.next_power_of_2(num_rows), 16),
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanoserve_core.kernels.decode_attention import decode_attention
 from nanoserve_core.kernels.decode_config import DecodeConfig
-from nanoserve_core.kernels.decode_plan import DecodePlan, decode_plan
-from tests.kernels.paged_cases import PagedCase, paged_case
+from tests.kernels.decode_runs import run_decode
+from tests.kernels.paged_cases import paged_case
 
 TOLERANCES = {torch.float32: (2e-6, 1e-5), torch.float16: (2e-3, 2e-3)}
 
@@ -26,44 +25,6 @@ def config_for(*, chunk: int = 32, block_n: int = 16, num_programs: int = 3) -> 
         num_warps=2,
         num_stages=3,
     )
-
-
-def attend(
-    case: PagedCase,
-    config: DecodeConfig,
-    *,
-    lead: list[int] | None = None,
-    shared: list[int] | None = None,
-) -> torch.Tensor:
-    """Plan and run one decode step; checks that the plan can be used again."""
-    num_rows, num_heads, head_dim = case.query.shape
-    plan = DecodePlan.allocate(
-        config,
-        max_rows=num_rows,
-        max_kv_len=int(case.kv_lens.max()),
-        num_heads=num_heads,
-        num_kv_heads=case.key_cache.shape[2],
-        head_dim=head_dim,
-        device=torch.device("cpu"),
-    )
-    groups = {
-        name: None if values is None else torch.tensor(values, dtype=torch.int32)
-        for name, values in (("lead", lead), ("shared", shared))
-    }
-    out = torch.full_like(case.query, torch.nan)
-    decode_plan(case.kv_lens, plan=plan, config=config, **groups)
-    decode_attention(
-        case.query,
-        key_cache=case.key_cache,
-        value_cache=case.value_cache,
-        block_tables=case.block_tables,
-        kv_lens=case.kv_lens,
-        plan=plan,
-        config=config,
-        out=out,
-    )
-    assert not plan.tickets.any()
-    return out
 
 
 def assert_agrees(out: torch.Tensor, expected: torch.Tensor) -> None:
@@ -94,7 +55,7 @@ def test_groups_of_query_heads(
         dtype=dtype,
     )
 
-    out = attend(case, config_for())
+    out = run_decode(case, config_for())
 
     assert_agrees(out, case.expected())
 
@@ -106,7 +67,7 @@ def test_groups_of_query_heads(
 def test_blocks_chunks_and_tiles_of_any_ratio(block_size: int, chunk: int, block_n: int) -> None:
     case = paged_case([150, 64, 129, 16], block_size=block_size, head_dim=32)
 
-    out = attend(case, config_for(chunk=chunk, block_n=block_n))
+    out = run_decode(case, config_for(chunk=chunk, block_n=block_n))
 
     assert_agrees(out, case.expected())
 
@@ -114,7 +75,7 @@ def test_blocks_chunks_and_tiles_of_any_ratio(block_size: int, chunk: int, block
 def test_rows_of_length_zero_get_zeros() -> None:
     case = paged_case([0, 40, 0], head_dim=32)
 
-    out = attend(case, config_for())
+    out = run_decode(case, config_for())
 
     assert_agrees(out, case.expected())
     assert not out[::2].any()
@@ -124,7 +85,7 @@ def test_chunks_chosen_by_the_planner() -> None:
     case = paged_case([300, 20, 100], head_dim=32)
     config = replace(config_for(), max_chunk=128, target_items=16)
 
-    out = attend(case, config)
+    out = run_decode(case, config)
 
     assert_agrees(out, case.expected())
 
@@ -132,18 +93,18 @@ def test_chunks_chosen_by_the_planner() -> None:
 @pytest.mark.parametrize("num_programs", [1, 7, 100])
 def test_the_number_of_programs_changes_nothing(num_programs: int) -> None:
     case = paged_case([100, 47], head_dim=32)
-    expected = attend(case, config_for())
+    expected = run_decode(case, config_for())
 
-    out = attend(case, config_for(num_programs=num_programs))
+    out = run_decode(case, config_for(num_programs=num_programs))
 
     assert torch.equal(out, expected)
 
 
 def test_a_row_alone_and_in_a_batch_agree_bit_for_bit() -> None:
     case = paged_case([100, 47, 64, 1], head_dim=32)
-    together = attend(case, config_for())
+    together = run_decode(case, config_for())
 
-    alone = [attend(case.row(row), config_for()) for row in range(4)]
+    alone = [run_decode(case.row(row), config_for()) for row in range(4)]
 
     assert torch.equal(torch.cat(alone), together)
 
@@ -158,9 +119,9 @@ def test_packed_rows_agree_with_plain_ones(num_heads: int, num_kv_heads: int) ->
         head_dim=32,
         shared_tokens=64,
     )
-    plain = attend(case, config_for())
+    plain = run_decode(case, config_for())
 
-    packed = attend(case, config_for(), lead=[0] * 5, shared=[64] * 5)
+    packed = run_decode(case, config_for(), shared=64)
 
     torch.testing.assert_close(packed, plain, atol=1e-6, rtol=1e-6)
     assert_agrees(packed, case.expected())
@@ -170,7 +131,7 @@ def test_packed_rows_survive_the_end_of_their_neighbours() -> None:
     case = paged_case([70, 70, 70, 70], head_dim=32, shared_tokens=64)
     ended = replace(case, kv_lens=case.kv_lens * torch.tensor([0, 1, 0, 1], dtype=torch.int32))
 
-    out = attend(ended, config_for(), lead=[0] * 4, shared=[64] * 4)
+    out = run_decode(ended, config_for(), shared=64)
 
     assert_agrees(out, ended.expected())
 
@@ -186,7 +147,7 @@ def test_views_of_larger_tensors() -> None:
     ]
     case = replace(case, query=wide[:, 2:6], key_cache=heads_first[0], value_cache=heads_first[1])
 
-    out = attend(case, config_for())
+    out = run_decode(case, config_for())
 
     assert_agrees(out, expected)
 
@@ -198,8 +159,8 @@ def test_it_names_the_argument_that_does_not_fit() -> None:
     mixed = replace(case, value_cache=heads_first)
 
     with pytest.raises(ValueError, match="block_size=15, expected a power of two"):
-        attend(odd, config_for())
+        run_decode(odd, config_for())
     with pytest.raises(ValueError, match="value_cache has strides"):
-        attend(mixed, config_for())
+        run_decode(mixed, config_for())
     with pytest.raises(ValueError, match="block_n=32, expected a divisor of min_chunk"):
-        attend(case, config_for(chunk=16, block_n=32))
+        run_decode(case, config_for(chunk=16, block_n=32))
