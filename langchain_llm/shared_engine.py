@@ -91,8 +91,14 @@ class EngineRecipe:
         return isinstance(self.model, str | Path)
 
     def load(self) -> EngineHandle:
-        """A handle of the process's one engine for the model."""
-        return acquire(self.model, tokenizer=self.tokenizer_source, **self.options)
+        """A handle of the process's one engine for the model, its tokenizer loaded too."""
+        handle = acquire(self.model, tokenizer=self.tokenizer_source, **self.options)
+        try:
+            _ = handle.tokenizer  # here, where nobody's event loop is held up by it
+        except BaseException:
+            handle.close()
+            raise
+        return handle
 
 
 class BorrowedEngine:

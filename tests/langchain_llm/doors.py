@@ -7,8 +7,17 @@ from typing import TYPE_CHECKING, Any
 from langchain_llm import ChatNanoserve, EngineReference, NanoserveLLM
 from langchain_llm.testing import scripted
 from nanoserve_adapters.engine_thread import EngineThread
-from nanoserve_adapters.testing import FakeEngine, leak_check, settle, tiny_model, tiny_tokenizer
+from nanoserve_adapters.testing import (
+    DelayedRunner,
+    FakeEngine,
+    leak_check,
+    settle,
+    tiny_model,
+    tiny_tokenizer,
+)
 from nanoserve_core import Engine, EngineConfig, hookimpl
+from nanoserve_core.model_runner import ModelRunner
+from nanoserve_core.plugins import PluginManager
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,16 +85,21 @@ class PeakWatch:
 class RealDoor(Door):
     """A random two-layer Qwen3 behind a real engine, whose answers ``script.texts`` can decide."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, *, num_blocks: int = 2000, run_ahead: int = 0
+    ) -> None:
         self.script = scripted({}, tokenizer)
         self.watch = PeakWatch()
         config = EngineConfig(
             max_num_seqs=256,
             max_model_len=256,
-            num_kvcache_blocks=2000,
+            num_kvcache_blocks=num_blocks,
             plugins=(self.script, self.watch),
         )
-        super().__init__(EngineThread(Engine(tiny_model(), config)), tokenizer)
+        plugins = PluginManager(config.plugins, config.allowed_plugins)
+        runner = ModelRunner.create(tiny_model(), config, plugins)
+        late: Any = DelayedRunner(runner, run_ahead) if run_ahead else runner
+        super().__init__(EngineThread(Engine.from_runner(late, config, plugins)), tokenizer)
 
 
 class SayText:

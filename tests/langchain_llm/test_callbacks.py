@@ -70,9 +70,7 @@ def run_all_paths(chat: ChatNanoserve) -> dict[str, Callable[[dict[str, Any]], o
         "invoke, streaming": lambda config: streaming.invoke("hi", config),
         "ainvoke, streaming": lambda config: asyncio.run(streaming.ainvoke("hi", config)),
         "chain": lambda config: list((chat | (lambda m: m)).stream("hi", config)),
-        "v2 events": lambda config: asyncio.run(
-            events(chat.with_config(config), version="v2")
-        ),
+        "v2 events": lambda config: asyncio.run(events(chat.with_config(config), version="v2")),
     }
 
 
