@@ -21,7 +21,7 @@ CPU_MEMORY_SHARE = 0.4
 """Share of the memory now available to the process that K/V may take on a CPU, unless told
 otherwise.
 """
-_CGROUP = Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
 _GIB = 2**30
 
 
@@ -145,7 +145,7 @@ def available_memory_nbytes() -> int:
             line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines()
         )
         amounts = [int(lines["MemAvailable"].split()[0]) * 1024]
-    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
+    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
     if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
         amounts.append(int(text) - int(used.read_text()))
     return max(min(amounts), 0)

@@ -177,8 +177,8 @@ class ModelRunner:
         Raises `UnsupportedOption` when the adopted module has become one that cannot be served (an
         adapter was put in, it was quantised, moved to another device, its dropout became active).
         """
-        adoption = self._source.adoption
-        if adoption is None or self._is_closed:
+        adoption = None if self._is_closed else self._source.adoption
+        if adoption is None:
             return 0
         with _plain_torch(self._device.type):
             if adoption.refresh():

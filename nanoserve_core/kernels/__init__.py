@@ -67,8 +67,13 @@ class KernelOps(Protocol):
 
 
 def for_device(device: torch.device) -> KernelOps:
-    """The ops for ``device``. So far plain torch for all, which is right wherever torch runs."""
+    """The ops for ``device``: Triton's on an NVIDIA GPU, plain torch everywhere else."""
+    import torch
+
     from nanoserve_core.kernels import reference
 
-    del device
-    return reference
+    if device.type != "cuda" or torch.version.cuda is None:
+        return reference
+    from nanoserve_core.kernels import triton_ops  # only here: no other machine needs triton
+
+    return triton_ops
