@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -63,8 +62,8 @@ class EngineWorker:
     """The engine, the requests that are in it and the sinks that wait for them."""
 
     def __init__(self, engine: EngineLike, switch_interval: SwitchInterval) -> None:
-        # SimpleQueue.put is reentrant and takes no Python lock: a finalizer that the collector runs
-        # in the middle of anything may cancel a request.
+        # No lock anywhere, and SimpleQueue.put is reentrant: a finalizer that the collector runs in
+        # the middle of anything, also of a submit, may cancel requests and close the engine.
         self.commands: CommandQueue = SimpleQueue()
         self.end: EngineEnd | None = None
         """Set once, by the engine thread; any thread may read it."""
@@ -73,16 +72,16 @@ class EngineWorker:
         self._sinks: dict[str, Sink] = {}
         self._is_stopping = False
         self._close_error: Exception | None = None
-        self._end_lock = threading.Lock()
 
     # Ways in, for any thread.
 
     def submit(self, action: Action) -> None:
         """Queue an action on which somebody will wait; raises when the engine has ended."""
-        with self._end_lock:  # else it could be queued behind the last look at the queue
-            if self.end is not None:
-                raise self.end.error()
-            self.commands.put((self, action))
+        if self.end is not None:
+            raise self.end.error()
+        self.commands.put((self, action))
+        if self.end is not None:
+            self._drain()  # the engine thread may have had its last look: what is queued fails here
 
     def post(self, action: Action) -> None:
         """Queue an action on which nobody waits; lost when the engine has ended. Never blocks."""
@@ -222,8 +221,7 @@ class EngineWorker:
 
     def _finish(self, end: EngineEnd) -> None:
         """Tell every waiting caller, also those still queued; then close the engine."""
-        with self._end_lock:
-            self.end = end
+        self.end = end
         sinks = {id(sink): sink for sink in self._sinks.values()}
         self._sinks.clear()
         self._notify(sinks.values(), functools.partial(_fail, end))

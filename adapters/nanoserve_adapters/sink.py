@@ -21,7 +21,7 @@ class Waker(Protocol):
 
 
 class Sink(Protocol):
-    """Where the outputs of one or several requests go. Both methods run on the engine thread.
+    """Where the outputs of one or several requests go. Its methods run on the engine thread.
 
     They must only store and signal: never block, never run a user's callback. A sink that raises
     loses its requests (they are cancelled) and nobody else's. Sinks are told apart by identity.
@@ -35,7 +35,10 @@ class Sink(Protocol):
         """
 
     def fail(self, error: BaseException) -> Waker | None:
-        """The engine has ended (`EngineDead` or `EngineClosed`): nothing more will be delivered."""
+        """The engine has ended (`EngineDead` or `EngineClosed`): nothing more will be delivered.
+
+        For a request that was submitted in that very moment it runs in the submitting thread.
+        """
 
 
 class EngineLike(Protocol):

@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from nanoserve_adapters.engine_thread import EngineThread
 from nanoserve_adapters.testing import FakeEngine, leak_check, settle
 from nanoserve_core.config import EngineConfig
-from tests.adapters.support import hashed_tokens, new_request, run_threads, running, tokens_in
+from nanoserve_core.errors import EngineClosed
+from tests.adapters.support import (
+    PATIENCE_SECONDS,
+    hashed_tokens,
+    new_request,
+    run_threads,
+    running,
+    tokens_in,
+)
 
 if TYPE_CHECKING:
-    from nanoserve_adapters.engine_thread import EngineThread
     from nanoserve_core.request import Request, StepOutput
 
 NUM_THREADS, NUM_LOOPS = 8, 3
@@ -140,3 +148,24 @@ def test_close_in_the_middle_of_a_storm_ends_every_reader() -> None:
         thread.close()
 
         assert {type(reader.exception()).__name__ for reader in readers} == {"EngineClosed"}
+
+
+def test_submit_that_races_with_the_end_is_answered() -> None:
+    for _ in range(50):
+        thread = EngineThread(FakeEngine())
+        start = threading.Barrier(4)
+
+        def submit(thread: EngineThread, start: threading.Barrier) -> list[int] | None:
+            start.wait()
+            try:
+                return tokens_in(thread.stream(new_request()))
+            except EngineClosed:
+                return None
+
+        with ThreadPoolExecutor(3) as pool:
+            callers = [pool.submit(submit, thread, start) for _ in range(3)]
+            start.wait()
+            thread.close()
+            answers = [caller.result(PATIENCE_SECONDS) for caller in callers]
+
+        assert all(answer is None or len(answer) == 8 for answer in answers)

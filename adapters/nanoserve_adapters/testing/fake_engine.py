@@ -216,15 +216,16 @@ class FakeEngine:
             outputs.append(output)
 
     def _finish_reason(self, sample: _Sample, token: int) -> FinishReason | None:
-        sampling, output = sample.request.sampling, sample.output_token_ids
-        stop_ids = sampling.stop_token_ids + (() if sampling.ignore_eos else self.eos_token_ids)
-        should_stop = sample.request.should_stop
-        if token in stop_ids or (should_stop is not None and should_stop(sample.index, output)):
+        sampling, should_stop = sample.request.sampling, sample.request.should_stop
+        if token in sampling.stop_token_ids:
             return FinishReason.STOP
+        if token in self.eos_token_ids and not sampling.ignore_eos:
+            return FinishReason.STOP
+        if should_stop is not None and should_stop(sample.index, sample.output_token_ids):
+            return FinishReason.STOP
+        num_output = len(sample.token_ids) - len(sample.request.prompt_token_ids)
         is_full = len(sample.token_ids) == self.max_model_len
-        if is_full or len(output) == sampling.max_tokens:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if is_full or num_output == sampling.max_tokens else None
 
     def _finish(
         self,
