@@ -154,7 +154,8 @@ class ServedModel(BaseLanguageModel):  # type: ignore[type-arg]  # the two subcl
 
     @model_validator(mode="after")
     def _set_nanoserve_version(self) -> Self:
-        self._add_version(PROVIDER, nanoserve_core.__version__)
+        if hasattr(self, "_add_version"):  # not in langchain-core 1.4.0
+            self._add_version(PROVIDER, nanoserve_core.__version__)
         return self
 
     # The engine.
