@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nanoserve_core.block_manager import BlockManager
 from nanoserve_core.config import EngineConfig
 from nanoserve_core.engine_stats import EngineStats
-from nanoserve_core.errors import ConfigError, EngineClosed, InvalidRequest
+from nanoserve_core.errors import ConfigError, EngineClosed, InvalidRequest, NanoserveError
 from nanoserve_core.hookspecs import StepRow, StepStats
 from nanoserve_core.model_runner import ModelRunner
 from nanoserve_core.philox import derive_seed
@@ -206,9 +206,11 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Give the device memory back; unfinished requests are dropped. Idempotent."""
+        """Give the device memory back; unfinished requests end with ``abort``. Idempotent."""
         if self._is_closed:
             return
+        for request_id in list(self._requests):
+            self.abort(request_id)
         if (hooks := self._plugins.hooks.shutdown) is not None:
             self._plugins.observe(hooks, stats=self.stats())
         self._is_closed = True
@@ -296,7 +298,11 @@ class Engine:
         if not self._must_check_weights:
             return
         self._must_check_weights = False
-        epoch = self._runner.weights_epoch()
+        try:
+            epoch = self._runner.weights_epoch()
+        except NanoserveError as error:  # the adopted module can no longer be served as it is
+            self._fail_all(error)
+            return
         if epoch != self._runner_epoch:
             self._runner_epoch = epoch
             self._advance_epoch()
@@ -429,6 +435,10 @@ class Engine:
         """End a request with reason ``error``: the sample that failed and all that still run."""
         self._deliver(state, index, finish_reason=FinishReason.ERROR, error=error)
         self._end(state.request.request_id, FinishReason.ERROR, error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        for request_id in list(self._requests):
+            self._end(request_id, FinishReason.ERROR, error)
 
     def _end(
         self, request_id: str, reason: FinishReason, error: BaseException | None = None

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from nanoserve_core import Engine, EngineConfig, FinishReason, Request, SamplingParams
-from nanoserve_core.errors import ConfigError, EngineClosed, InvalidRequest, RequestTooLong
+from nanoserve_core import Engine, EngineConfig, FinishReason, Request, SamplingParams, hookimpl
+from nanoserve_core.errors import (
+    ConfigError,
+    EngineClosed,
+    InvalidRequest,
+    RequestTooLong,
+    UnsupportedOption,
+)
 from tests.tiny_qwen3_models import EOS, VOCAB_SIZE, greedy_tokens, prompt_of, tiny_qwen3
 
 if TYPE_CHECKING:
@@ -519,3 +525,42 @@ def test_two_engines_in_one_process_do_not_see_each_other() -> None:
 
         assert tokens_of(news) == greedy_tokens("gqa", prompt, 8)
         assert tokens_of(others) == greedy_tokens("tied", prompt, 8)
+
+
+def test_weights_that_can_no_longer_be_served_fail_the_requests_and_not_the_engine() -> None:
+    model = copy.deepcopy(tiny_qwen3())
+    prompt = prompt_of(9)
+    with Engine(model, EngineConfig(**SMALL)) as engine:
+        run(engine, request("before", prompt))
+        linear = model.model.layers[0].mlp.down_proj
+        model.model.layers[0].mlp.down_proj = torch.nn.Sequential(linear)
+        refused = run(engine, request("refused", prompt))["refused"]
+        model.model.layers[0].mlp.down_proj = linear
+        after = tokens_of(run(engine, request("after", prompt))["after"])
+
+    assert refused[-1].finish_reason == "error"
+    assert isinstance(refused[-1].error, UnsupportedOption)
+    assert after == greedy_tokens("gqa", prompt, 8)
+
+
+class Ends:
+    """A plugin that keeps how requests ended."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
+
+    @hookimpl
+    def nanoserve_request_finished(self, request: Request, finish_reason: FinishReason) -> None:
+        self.reasons[request.request_id] = str(finish_reason)
+
+
+def test_closing_ends_unfinished_requests_once() -> None:
+    ends = Ends()
+    engine = make_engine(plugins=[ends])
+    engine.add_request(request("running", prompt_of(9), max_tokens=50))
+    engine.step()
+    engine.add_request(request("waiting", prompt_of(9)))
+
+    engine.close()
+
+    assert ends.reasons == {"running": "abort", "waiting": "abort"}
