@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_CORE_LINES = 5_500  # without kernels/
-"""The design set out with 3,500, before logprobs, hooks, adopted weights and their epoch were written.
-Raise it only with a reason in the change that does.
+"""The design set out with 3,500, before logprobs, hooks, adopted weights and their epoch were
+written. Raise it only with a reason in the change that does.
 """
 MAX_FILE_LINES = 450
 
