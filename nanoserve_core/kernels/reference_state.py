@@ -139,7 +139,7 @@ def pick_token(
 
     The first index whose running sum in vocabulary order exceeds u times the whole, where u is
     `philox.uniform` of the row's seed and the token's position; a token of probability zero is
-    never drawn. Argmax as `torch.argmax`: the first of equal ones, NaN is the largest. logits, cut
+    never drawn. The argmax is the first of equal ones, and NaN counts as +inf. logits, cut
     and stats: of `tile_statistics`, whose last call this must follow.
     """
     del stats
@@ -153,7 +153,8 @@ def pick_token(
     drawn = (sums <= target).sum(-1).clamp(max=values.shape[1] - 1)
     has_token = largest.isfinite().squeeze(1)
     is_greedy = rows.parameter(SlotField.TEMPERATURE) == 0
-    token_ids = torch.where(is_greedy, values.argmax(-1), drawn)
+    first = torch.where(values.isnan(), torch.inf, values).argmax(-1)
+    token_ids = torch.where(is_greedy, first, drawn)
     logprobs = values.log_softmax(-1).gather(1, token_ids[:, None]).squeeze(1)
     wanted = rows.parameter(SlotField.WANTS_LOGPROB) != 0
     picked.token_ids.copy_(torch.where(has_token | is_greedy, token_ids, FAILED))
@@ -227,7 +228,8 @@ def _write_column(ring: TokenRing, picked: PickedTokens, *, ran: Tensor, has_tok
 def _tiled(logits: Tensor, num_tiles: int, tile: int) -> Tensor:
     """[rows, tiles, tile] float64, -inf behind the vocabulary."""
     missing = num_tiles * tile - logits.shape[1]
-    return pad(logits.double(), (0, missing), value=-torch.inf).unflatten(1, (num_tiles, tile))
+    padded: Tensor = pad(logits.double(), (0, missing), value=-torch.inf)
+    return padded.view(-1, num_tiles, tile)
 
 
 def _exp_difference(values: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:

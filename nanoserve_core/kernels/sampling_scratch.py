@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TILE = 4096
-FILTER_TILE = 256
-FILTER_GROUP = 16
-FILTER_CAPACITY = 64
+FILTER_TILE = 64
+FILTER_GROUP = 64
+FILTER_CAPACITY = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,8 @@
 """The ops of a CUDA device: our Triton kernels, and cuBLAS where it is faster.
 
 This module is what `for_device` returns for a GPU; only then is triton imported. Besides the ops of
-`KernelOps` it has those that exist for a GPU alone: attention over a plan made on the device, and
-products of few rows.
+`KernelOps` it has those that exist for a GPU alone: attention over a plan made on the device,
+products of few rows, and sampling and slot state (oracles in `reference_state`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanoserve_core.kernels.add_rms_norm import add_rms_norm
+from nanoserve_core.kernels.advance_state import advance_state
+from nanoserve_core.kernels.apply_deltas import apply_deltas
 from nanoserve_core.kernels.copy_blocks import copy_blocks
 from nanoserve_core.kernels.decode_attention import decode_attention
 from nanoserve_core.kernels.decode_config import DecodeConfig, decode_config
 from nanoserve_core.kernels.decode_plan import DecodePlan, decode_plan, pack_size
 from nanoserve_core.kernels.embed_rms_norm import embed_rms_norm
+from nanoserve_core.kernels.filter_cut import filter_cut
+from nanoserve_core.kernels.filter_tiles import filter_tiles
+from nanoserve_core.kernels.gather_rows import gather_rows
 from nanoserve_core.kernels.gemv import gemv
+from nanoserve_core.kernels.pick_token import pick_token
 from nanoserve_core.kernels.prefill_attention import prefill_attention
 from nanoserve_core.kernels.qk_norm_rope_write import (
     qk_norm_rope_write as launch_qk_norm_rope_write,
@@ -26,6 +32,7 @@ from nanoserve_core.kernels.qk_norm_rope_write import (
 from nanoserve_core.kernels.rms_norm import rms_norm
 from nanoserve_core.kernels.silu_mul import silu_mul
 from nanoserve_core.kernels.skinny_gemm import num_splits, skinny_gemm
+from nanoserve_core.kernels.tile_statistics import tile_statistics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,15 +41,21 @@ __all__ = [
     "DecodeConfig",
     "DecodePlan",
     "add_rms_norm",
+    "advance_state",
+    "apply_deltas",
     "copy_blocks",
     "decode_attention",
     "decode_config",
     "decode_plan",
     "embed_rms_norm",
+    "filter_cut",
+    "filter_tiles",
+    "gather_rows",
     "gemv",
     "linear",
     "num_splits",
     "pack_size",
+    "pick_token",
     "place_tokens",
     "prefill_attention",
     "qk_norm_rope_write",
@@ -50,6 +63,7 @@ __all__ = [
     "rms_norm",
     "silu_mul",
     "skinny_gemm",
+    "tile_statistics",
 ]
 
 MAX_SKINNY_ROWS = 16

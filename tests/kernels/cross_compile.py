@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction, KernelInterface
 from nanoserve_core.kernels import triton_ops as ops
 from nanoserve_core.kernels.prefill_attention import prefill_config
 from nanoserve_core.kernels.skinny_gemm import num_splits
+from tests.kernels.sampling_launches import sampling_launches, state_launches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -276,6 +277,8 @@ def all_launches() -> Iterator[tuple[str, Callable[[], None]]]:
     yield from decode_launches()
     yield from prefill_launches()
     yield from product_launches()
+    yield from sampling_launches()
+    yield from state_launches()
 
 
 def usage_of(launch: str, compiled: CompiledKernel) -> Usage:
