@@ -48,9 +48,18 @@ class EngineReference:
         *,
         tokenizer: TokenizerSource = None,
         options: Mapping[str, Any] | None = None,  # Any: each is checked by EngineConfig
+        name: str | None = None,
     ) -> EngineReference:
-        """A reference to the process's engine for `model`, loaded on first use by the registry."""
-        recipe = EngineRecipe(model=model, tokenizer_source=tokenizer, options=dict(options or {}))
+        """A reference to the process's engine for `model`, loaded on first use by the registry.
+
+        `name`: what a live model is called, in place of its own ``name_or_path``.
+        """
+        recipe = EngineRecipe(
+            model=model,
+            tokenizer_source=tokenizer,
+            options=dict(options or {}),
+            given_name=None if isinstance(model, str | Path) else name,
+        )
         return cls(SharedEngine(recipe))
 
     @classmethod

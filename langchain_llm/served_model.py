@@ -143,9 +143,15 @@ class ServedModel(BaseLanguageModel):  # type: ignore[type-arg]  # the two subcl
         tokenizer: PreTrainedTokenizerBase | None = None,
         **options: Any,  # Any: as the constructor
     ) -> Self:
-        """A model object on a loaded HuggingFace model, whose weights are shared and not copied."""
+        """A model object on a loaded HuggingFace model, whose weights are shared and not copied.
+
+        ``model`` among the options is the name it is given in results and traces.
+        """
         engine = EngineReference.to_model(
-            hf_model, tokenizer=tokenizer, options=options.pop("engine_options", None)
+            hf_model,
+            tokenizer=tokenizer,
+            options=options.pop("engine_options", None),
+            name=options.get("model"),
         )
         try:
             return cls(engine=engine, **options)

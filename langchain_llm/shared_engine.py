@@ -77,10 +77,16 @@ class EngineRecipe:
     model: ModelSource
     tokenizer_source: TokenizerSource
     options: Mapping[str, Any]  # Any: values of EngineConfig's fields
+    given_name: str | None = None
+    """What a live model is to be called."""
 
     @property
     def name(self) -> str:
-        """The path or hub id as it was given, or the live model's ``name_or_path`` or class."""
+        """The path or hub id as it was given; for a live model the name given to it, its
+        ``name_or_path`` or its class.
+        """
+        if self.given_name is not None:
+            return self.given_name
         if isinstance(self.model, str | Path):
             return str(self.model)
         return str(getattr(self.model, "name_or_path", "") or type(self.model).__name__)

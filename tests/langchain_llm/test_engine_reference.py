@@ -164,6 +164,16 @@ def test_loaded_model_is_adopted_with_its_own_weights(tokenizer: PreTrainedToken
         assert llm.invoke("hi") == text
 
 
+def test_loaded_model_can_be_given_a_name(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = tiny_model()
+
+    with ChatNanoserve.from_hf(model, tokenizer, model="ours", max_tokens=2) as chat:
+        answer = chat.invoke("hi")
+
+    assert chat.model == "ours"
+    assert answer.response_metadata["model_name"] == "ours"
+
+
 def test_running_engine_stays_with_its_owner(fake: FakeDoor) -> None:
     fake.chat().close()
 
