@@ -22,8 +22,7 @@ class Block:
 
     block_id: int
     ref_count: int = 0
-    """Block tables that name this block, plus holds (sources of copies that are not committed yet).
-    """
+    """Tables that name this block, plus holds: it is the source of a copy not committed yet."""
     prefix_hash: bytes | None = None
     """Chained hash of the registered content; None before registration."""
     token_bytes: bytes = b""
@@ -36,9 +35,7 @@ class Block:
     next: Block | None = None
 
     def clear_content(self) -> None:
-        """Forget the registered content: the block is about to be overwritten, or the weights have
-        changed.
-        """
+        """Forget what was registered: it will be overwritten, or the weights have changed."""
         self.prefix_hash = None
         self.token_bytes = b""
         self.content_id = self.parent_id = NO_CONTENT

@@ -43,9 +43,7 @@ class BlockManager:
         hash_algo: str = "xxh64",
         root: bytes | None = None,
     ) -> None:
-        """``hash_algo``: xxh64, xxh128 or sha256. ``root``: start of every hash chain, random when
-        None.
-        """
+        """``hash_algo``: xxh64, xxh128 or sha256; ``root`` starts each hash chain, None: random."""
         assert min(num_blocks, block_size) >= 1, f"{num_blocks=} {block_size=}: expected >= 1"
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -93,8 +91,7 @@ class BlockManager:
         return self._split_prefix(block_ids, sequence.num_tokens - 1)
 
     def fork_prefix(self, leader: Sequence, num_tokens: int) -> CachedPrefix | None:
-        """The first ``num_tokens`` tokens of a sequence that holds their K/V, for another one that
-        begins alike.
+        """The first ``num_tokens`` tokens of a running sequence, for another that begins alike.
 
         None when the leader has given its blocks back, has not computed that far, or did so with
         older weights.
@@ -108,9 +105,7 @@ class BlockManager:
         return self._split_prefix(leader.block_ids, num_tokens)
 
     def num_new_blocks(self, sequence: Sequence, prefix: CachedPrefix, num_tokens: int) -> int:
-        """Blocks that `allocate` would take out of the free queue: new ones, and those of the
-        prefix that are free.
-        """
+        """Blocks that `allocate` would take off the free queue: new ones and hits that are free."""
         assert not sequence.block_ids, f"sequence {sequence.sequence_id} has blocks already"
         blocks = self._blocks
         num_free_hits = sum(blocks[block_id].ref_count == 0 for block_id in prefix.block_ids)
@@ -121,12 +116,11 @@ class BlockManager:
     def allocate(
         self, sequence: Sequence, prefix: CachedPrefix, num_tokens: int
     ) -> tuple[int, int] | None:
-        """Build the table of a sequence: the prefix, then new blocks up to ``num_tokens``
-        positions.
+        """Build the table of a sequence: the prefix, then new blocks for ``num_tokens`` positions.
 
         Returns (source, destination) of the block to copy, if any; the source is held until the
         caller unholds it. There must be `num_new_blocks` free blocks. Hits are claimed before new
-        blocks are taken, so none evicts another.
+        blocks are taken, so a sequence never evicts its own.
         """
         assert not sequence.block_ids, f"sequence {sequence.sequence_id} has blocks already"
         self._enter_epoch(sequence)
@@ -153,17 +147,13 @@ class BlockManager:
             sequence.block_ids.append(block.block_id)
 
     def mark_computing(self, sequence: Sequence, start: int, end: int) -> None:
-        """A step that computes the known positions [start, end) is being launched: its full blocks
-        need no second computing.
-        """
+        """A step is being launched that computes the known positions [start, end)."""
         if self._registers(sequence):
             for i in range(start // self.block_size, end // self.block_size):
                 self._index.mark_computing(self._index.prefix_hash(sequence, i))
 
     def unmark_computing(self, sequence: Sequence, start: int, end: int) -> None:
-        """The step of the same `mark_computing` is committed, also when the sequence ended
-        meanwhile.
-        """
+        """That step is committed, even if the sequence ended meanwhile."""
         if self._registers(sequence):
             for i in range(start // self.block_size, end // self.block_size):
                 self._index.unmark_computing(sequence.block_hashes[i])
@@ -173,10 +163,10 @@ class BlockManager:
         return self._index.is_computing(prefix_hash)
 
     def commit(self, sequence: Sequence, num_computed: int) -> None:
-        """K/V of the first ``num_computed`` tokens exists and these tokens are final: register the
-        blocks that became full.
+        """Register the blocks that became full.
 
-        Called before ``sequence.num_computed_tokens`` is raised to that number.
+        K/V of the first ``num_computed`` tokens exists and these tokens are final. Called before
+        ``sequence.num_computed_tokens`` is raised to that number.
         """
         if self._registers(sequence):
             first = sequence.num_computed_tokens // self.block_size
@@ -184,9 +174,7 @@ class BlockManager:
                 self._register(sequence, i)
 
     def free(self, sequence: Sequence) -> None:
-        """Release the table of a sequence, last block first. No launched step may still write into
-        it.
-        """
+        """Release the table of a sequence, last block first; no launched step may write into it."""
         for block_id in reversed(sequence.block_ids):
             self.unhold(block_id)
         sequence.block_ids.clear()
@@ -199,9 +187,7 @@ class BlockManager:
         block.ref_count += 1
 
     def unhold(self, block_id: int) -> None:
-        """One reference less; a block without any becomes the last in the free queue and keeps its
-        content.
-        """
+        """One reference less; without any the block joins the free queue and keeps its content."""
         block = self._blocks[block_id]
         assert block.ref_count > 0, f"block {block_id} is released more often than it was taken"
         block.ref_count -= 1
@@ -213,8 +199,7 @@ class BlockManager:
         return any(self._blocks[i].ref_count == 1 for i in reversed(sequence.block_ids))
 
     def reset_prefix_cache(self, epoch: int) -> None:
-        """The weights changed: nothing computed so far can be found any more. ``epoch`` must be
-        new.
+        """Nothing computed so far can be found any more; ``epoch`` numbers the new weights.
 
         Sequences that hold blocks keep them, but register nothing until they are allocated again.
         """
@@ -240,36 +225,20 @@ class BlockManager:
         return [block.block_id for block in self._free]
 
     def check(self, sequences: Iterable[Sequence], held: Iterable[int] = ()) -> None:
-        """Raise AssertionError unless these sequences and holds are exactly what the books say. For
-        tests.
-        """
+        """Raise AssertionError unless the books name exactly these holders. For tests."""
         counts = [0] * self.num_blocks
         for sequence in sequences:
-            assert len(set(sequence.block_ids)) == len(sequence.block_ids), (
-                "a block twice in a table"
-            )
-            for block_id in sequence.block_ids:
+            table = sequence.block_ids
+            assert len(set(table)) == len(table), f"a block twice in {table}"
+            for block_id in table:
                 counts[block_id] += 1
         for block_id in held:
             counts[block_id] += 1
-        free = self.free_block_ids()
-        assert len(free) == len(self._free), f"{len(free)} blocks in a queue of {len(self._free)}"
-        assert sorted(free) == [i for i, count in enumerate(counts) if count == 0], (
-            f"{free=} {counts=}"
-        )
         assert counts == [block.ref_count for block in self._blocks], f"{counts=}"
-        self._check_index()
-
-    def _check_index(self) -> None:
-        registered = [block for block in self._blocks if block.prefix_hash is not None]
-        found = [
-            block for block in registered if self._index.get(block.prefix_hash or b"") is block
-        ]
-        assert len(found) == len(self._index), (
-            "the index names a block that does not have that hash"
-        )
-        ids = [block.content_id for block in found]
-        assert len({*ids, NO_CONTENT}) == len(ids) + 1, f"content ids are not unique: {ids}"
+        free = self.free_block_ids()
+        assert len(free) == len(self._free), f"{free=}, but {len(self._free)} are counted"
+        assert sorted(free) == [i for i, n in enumerate(counts) if n == 0], f"{free=} {counts=}"
+        self._index.check(self._blocks)
 
     def _enter_epoch(self, sequence: Sequence) -> None:
         if sequence.cache_epoch != self._index.epoch:
@@ -280,9 +249,7 @@ class BlockManager:
         return self.enable_prefix_caching and sequence.cache_epoch == self._index.epoch
 
     def _split_prefix(self, block_ids: list[int], num_tokens: int) -> CachedPrefix:
-        """``num_tokens`` tokens of a run of blocks: whole ones to share, and the one to copy in
-        which they end.
-        """
+        """``num_tokens`` tokens of these blocks: whole ones to share, a partial one to copy."""
         num_shared = min(num_tokens // self.block_size, len(block_ids))
         is_partial = num_shared < len(block_ids) and num_tokens % self.block_size > 0
         return CachedPrefix(

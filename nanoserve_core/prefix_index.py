@@ -1,5 +1,4 @@
-"""Which block holds which prefix: chained hashes of full blocks, and the blocks that are being
-computed right now.
+"""Which block holds which prefix, by chained hashes, and which are being computed right now.
 
 The hash of block i is ``H(hash of block i-1 || its tokens as little-endian int64)``; the chain
 starts from a root that is random per process and into which cache salt and weights epoch enter
@@ -20,16 +19,17 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from nanoserve_core.block import NO_CONTENT
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from nanoserve_core.block import Block
     from nanoserve_core.request import Sequence
 
 NUM_ROOT_BYTES = 16
 
-# xxhash's digests are big-endian; reversed, they are the little-endian integers that enter the next
-# link.
+# xxhash's digests are big-endian; reversed, they are the little-endian numbers of nano-vllm.
 HASH_FUNCTIONS: Mapping[str, Callable[[bytes], bytes]] = MappingProxyType(
     {
         "xxh64": lambda data: xxhash.xxh64_digest(data)[::-1],
@@ -43,9 +43,7 @@ class PrefixIndex:
     """Finds registered blocks by the tokens they hold and the block they follow."""
 
     def __init__(self, block_size: int, *, hash_algo: str, root: bytes | None) -> None:
-        """``root``: first link of every chain; None draws a random one, so that hashes cannot be
-        foreseen.
-        """
+        """``root``: first link of each chain; None draws one, so that hashes cannot be foreseen."""
         self._block_size = block_size
         self._pack = struct.Struct(f"<{block_size}q").pack
         self._hash = HASH_FUNCTIONS[hash_algo]
@@ -64,9 +62,7 @@ class PrefixIndex:
         return self._epoch
 
     def token_bytes(self, sequence: Sequence, index: int) -> bytes:
-        """The tokens of the full block ``index`` of a sequence, in the form in which they are
-        hashed and compared.
-        """
+        """The tokens of a full block of a sequence, as they are hashed and compared."""
         first = index * self._block_size
         return self._pack(*sequence.token_ids[first : first + self._block_size])
 
@@ -83,9 +79,7 @@ class PrefixIndex:
         return self._blocks.get(prefix_hash)
 
     def find(self, prefix_hash: bytes, token_bytes: bytes, parent_id: int) -> Block | None:
-        """The block that holds exactly these tokens after exactly this parent, if one is
-        registered.
-        """
+        """The registered block that holds exactly these tokens after exactly this parent."""
         block = self._blocks.get(prefix_hash)
         if block is None or block.parent_id != parent_id or block.token_bytes != token_bytes:
             return None
@@ -138,10 +132,14 @@ class PrefixIndex:
         """Whether a launched step computes the block with this hash."""
         return prefix_hash in self._num_computing
 
-    @property
-    def num_computing(self) -> int:
-        """Distinct hashes that launched steps compute."""
-        return len(self._num_computing)
+    def check(self, blocks: Iterable[Block]) -> None:
+        """Raise AssertionError unless each entry is one of these blocks, under its own hash."""
+        hashed = [(b, b.prefix_hash) for b in blocks if b.prefix_hash is not None]
+        found = [b for b, prefix_hash in hashed if self._blocks.get(prefix_hash) is b]
+        assert len(found) == len(self._blocks), "an entry names a block with another hash"
+        ids = {block.content_id for block in found}
+        assert len(ids) == len(found), f"content ids are not unique: {ids}"
+        assert NO_CONTENT not in ids, "an entry names a block without content"
 
     def _first_link(self, salt: str | None) -> bytes:
         if salt is None and self._epoch == 0:

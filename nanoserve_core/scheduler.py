@@ -92,6 +92,7 @@ class Scheduler:
         self._launched: deque[_Launched] = deque()
         self._num_running = 0
         self._num_copy_sources = 0
+        self._blocked_id = -1  # a head that did not fit, while nothing has changed that could help
         self._last_sequence_id = -1
         self._released_slots: list[int] = []
         self._admitted: list[Admission] = []
@@ -159,8 +160,7 @@ class Scheduler:
         should_stop: Callable[[Sequence], bool] | None = None,
         failed: Collection[int] = (),
     ) -> list[Committed]:
-        """Take in the result of the oldest launched plan: a token per row with ``samples``, in
-        order.
+        """Take in the oldest launched plan's result: a token per row with ``samples``, in order.
 
         ``should_stop`` is asked for each new token that did not end its sequence otherwise, and may
         set ``sequence.stop_reason``; None: nobody has such a check. ``failed``: indices into
@@ -266,8 +266,7 @@ class Scheduler:
                 return
 
     def _choose_victim(self, needer: Sequence) -> Sequence:
-        """Of those not more important than the needer: the least important, then the one with the
-        least work to lose, then the latest.
+        """Of those not more important: the least important, then least work to lose, then latest.
 
         So the one with the most to lose is never chosen while another runs, and gets through.
         """
@@ -367,7 +366,7 @@ class Scheduler:
         """
         while draft.budget > 0 and self._num_running < self._max_num_seqs:
             sequence = self._waiting.peek()
-            if sequence is None:
+            if sequence is None or sequence.sequence_id == self._blocked_id:
                 return
             prefix = self._find_prefix(sequence)
             if prefix.is_computing:
@@ -378,6 +377,7 @@ class Scheduler:
                 num_shared_tokens = len(prefix.block_ids) * self._block_size
                 prefix = replace(prefix, copy_from=None, num_tokens=num_shared_tokens)
                 if not self._fits(sequence, prefix):
+                    self._blocked_id = sequence.sequence_id
                     return
             self._waiting.pop()
             self._start(draft, sequence, prefix)
@@ -481,6 +481,7 @@ class Scheduler:
         plan, sequences = launched
         manager, num_decode = self._block_manager, plan.num_decode_seqs
         for row, sequence in zip(plan.seqs[num_decode:], sequences[num_decode:], strict=True):
+            self._blocked_id = -1
             manager.unmark_computing(sequence, row.start, row.end)
             if sequence.index == 0 and row.end >= sequence.num_prompt_tokens - 1:
                 self._waiting.release_followers(sequence)
@@ -515,6 +516,7 @@ class Scheduler:
         self._released_slots.append(sequence.slot)
         self._num_running -= 1
         sequence.is_preempting = False
+        self._blocked_id = -1
         if sequence.num_in_flight:
             self._draining[sequence.sequence_id] = sequence
         else:
@@ -536,6 +538,7 @@ class Scheduler:
         if sequence.is_preempting:
             self._requeue(sequence)
         else:
+            self._blocked_id = -1
             del self._draining[sequence.sequence_id]
             self._block_manager.free(sequence)
 

@@ -1,5 +1,4 @@
-"""The sequences that wait, in the order (priority, arrival): also those that need not be looked at
-yet.
+"""The sequences that wait, in the order (priority, arrival), and those not to be looked at yet.
 
 ::
 
@@ -39,9 +38,7 @@ class WaitingQueue:
         return self._num_waiting
 
     def push(self, sequence: Sequence) -> None:
-        """A sequence starts to wait: a new one, or one that was preempted and keeps the place of
-        its arrival.
-        """
+        """A sequence starts to wait: a new one, or one preempted, at the place of its arrival."""
         self._num_waiting += 1
         self._queue(sequence)
 
@@ -74,9 +71,7 @@ class WaitingQueue:
             self._queue_all(self._parked.pop(prefix_hash))
 
     def release_followers(self, leader: Sequence) -> None:
-        """Queue the followers of a leader whose prompt is computed, or who ended or lost its
-        blocks.
-        """
+        """Queue the followers of a leader that has its prompt computed, or has ended."""
         if self._followers:
             self._queue_all(self._followers.pop(leader.sequence_id, ()))
 
@@ -105,9 +100,7 @@ class WaitingQueue:
                 self._queue(sequence)
 
     def _drop_dead(self) -> None:
-        """Keep the books as long as the queue: a blocked head must not let ended sequences pile up
-        behind it.
-        """
+        """Ended sequences must not pile up behind a head that is blocked."""
         self._heap = [entry for entry in self._heap if not entry[-1].is_finished]
         heapify(self._heap)
         for waiting in (*self._parked.values(), *self._followers.values()):

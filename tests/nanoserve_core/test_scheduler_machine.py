@@ -272,7 +272,7 @@ def make_block_manager(num_blocks: int, block_size: int, caching: str) -> BlockM
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(stateful_step_count=60)
+TestScheduler.settings = settings(stateful_step_count=50)
 
 
 @dataclass(frozen=True)
