@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from nanoserve_core.batch_state import BatchLogitsProcessor
     from nanoserve_core.config import EngineConfig, ModelSpec
+    from nanoserve_core.kernels import KernelOps
     from nanoserve_core.layers.attention import AttentionBackend
     from nanoserve_core.models.qwen3 import Qwen3Weights
     from nanoserve_core.models.source import CausalModel, ModelSource
@@ -88,9 +89,20 @@ class ModelRunner:
     launch returns.
     """
 
-    def __init__(self, source: ModelSource, config: EngineConfig, plugins: PluginManager) -> None:
+    def __init__(
+        self,
+        source: ModelSource,
+        config: EngineConfig,
+        plugins: PluginManager,
+        *,
+        ops: KernelOps | None = None,
+        backend: AttentionBackend | None = None,
+    ) -> None:
         """Size the K/V pool and make all that a step writes to. Raises `ConfigError` and
         `PluginError`.
+
+        ``ops``: None takes those that run everywhere. ``backend``: attention where no plugin brings
+        one; None takes `TorchAttention`.
         """
         spec, device = source.spec, source.device
         self.spec = spec
@@ -98,8 +110,9 @@ class ModelRunner:
         self._source = source
         self._device = device
         self._max_num_tokens = config.max_num_batched_tokens
-        self._ops = for_device(device)
-        self._backend = _attention_backend(config, spec, device, plugins)
+        self._ops = ops or for_device(device)
+        backend = backend or TorchAttention(spec, device=device)
+        self._backend = _attention_backend(config, spec, backend, device, plugins)
         self.block_size = _block_size(config, self._backend)
         self.num_blocks = self._num_blocks(config)
         self.backend_names = {"attention": self._backend.name, "device": str(device)}
@@ -143,9 +156,13 @@ class ModelRunner:
         builders = {}
         for mapping in plugins.collect(plugins.hooks.register_models or ()):
             builders.update(mapping)
-        with _plain_torch("cpu"):
+        with plain_torch("cpu"):
             source = open_source(model, config, builders)
             try:
+                if source.device.type == "cuda":
+                    from nanoserve_core.cuda_runner import create_cuda_runner
+
+                    return create_cuda_runner(source, config, plugins)
                 return cls(source, config, plugins)
             except BaseException:
                 if source.adoption is not None:
@@ -162,7 +179,7 @@ class ModelRunner:
             raise EngineClosed(
                 "this ModelRunner is closed: expected an open one. Make a new engine."
             )
-        with _plain_torch(self._device.type):
+        with plain_torch(self._device.type):
             self._state.apply(plan)
             self._inputs.apply(plan)
             self._note_scored(plan)
@@ -180,7 +197,7 @@ class ModelRunner:
         adoption = None if self._is_closed else self._source.adoption
         if adoption is None:
             return 0
-        with _plain_torch(self._device.type):
+        with plain_torch(self._device.type):
             if adoption.refresh():
                 self._use(adoption.weights)
         return adoption.epoch
@@ -291,20 +308,23 @@ class ModelRunner:
             return num_cpu_blocks(
                 config, self.spec, block_size=self.block_size, max_model_len=self.max_model_len
             )
-        rows, vocab_size = config.max_num_seqs, self.spec.vocab_size
-        step_nbytes = (
-            scratch_nbytes(self.spec, self._max_num_tokens)
-            + rows * vocab_size * self.spec.dtype.itemsize
-            + Sampler.peak_nbytes(rows, vocab_size)
-            + BatchState.nbytes(rows, vocab_size, self.max_model_len)
-        )
         return num_device_blocks(
             config,
             self.spec,
             block_size=self.block_size,
             max_model_len=self.max_model_len,
-            step_nbytes=step_nbytes,
+            step_nbytes=self._step_nbytes(config),
             memory=CudaMemory(self._device),
+        )
+
+    def _step_nbytes(self, config: EngineConfig) -> int:
+        """What is allocated on a device after the pool, and the largest step's scratch."""
+        rows, vocab_size = config.max_num_seqs, self.spec.vocab_size
+        return (
+            scratch_nbytes(self.spec, self._max_num_tokens)
+            + rows * vocab_size * self.spec.dtype.itemsize
+            + Sampler.peak_nbytes(rows, vocab_size)
+            + BatchState.nbytes(rows, vocab_size, self.max_model_len)
         )
 
 
@@ -333,7 +353,7 @@ class _Launched:
         if output is None:
             empty = np.zeros(0, dtype=np.int64)
             return StepResult(token_ids=empty, prompt_logprobs=self._prompt_logprobs)
-        with _plain_torch(output.token_ids.device.type):
+        with plain_torch(output.token_ids.device.type):
             return StepResult(
                 token_ids=output.token_ids.cpu().numpy(),
                 logprobs=output.read_logprobs(),
@@ -345,7 +365,7 @@ class _Launched:
 
 
 @contextmanager
-def _plain_torch(device_type: str) -> Iterator[None]:
+def plain_torch(device_type: str) -> Iterator[None]:
     """No gradients, no inference mode, no autocast, whatever the calling thread has set: these
     belong to the thread, and tensors made under inference mode could not be used outside it.
     """
@@ -359,11 +379,15 @@ def _plain_torch(device_type: str) -> Iterator[None]:
 
 
 def _attention_backend(
-    config: EngineConfig, spec: ModelSpec, device: torch.device, plugins: PluginManager
+    config: EngineConfig,
+    spec: ModelSpec,
+    own: AttentionBackend,
+    device: torch.device,
+    plugins: PluginManager,
 ) -> AttentionBackend:
     hooks = plugins.hooks.attention_backend or ()
-    backend: AttentionBackend | None = plugins.first(hooks, config=config, spec=spec, device=device)
-    backend = backend or TorchAttention(spec, device=device)
+    brought: AttentionBackend | None = plugins.first(hooks, config=config, spec=spec, device=device)
+    backend = brought or own
     wanted = config.attention_backend
     if wanted not in (None, backend.name):
         raise ConfigError(

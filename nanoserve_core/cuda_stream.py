@@ -1,0 +1,190 @@
+"""`CudaStream`: the one stream a runner computes on, and its traffic with the host.
+
+::
+
+    caller's stream --(waits)--> own stream: deltas, steps --(waits)--> copy stream: tokens
+
+What the host must not touch yet is told by a `Mark`. Nothing here lets go of the GIL except
+`Mark.wait`. It knows no model and no plan.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from nanoserve_core.cuda_calls import CudaCalls
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    import numpy as np
+    from torch import Tensor
+
+    HostInts = np.ndarray[Any, np.dtype[np.int32]]  # Any: the shape
+
+STAGING_DEPTH = 4
+"""Page-locked buffers of one kind: more than the steps that are launched before one is read."""
+
+
+class Mark(Protocol):
+    """A point in the device's work; done until it is first set."""
+
+    def is_done(self) -> bool:
+        """Whether the device has passed it; never waits."""
+        ...
+
+    def wait(self) -> None:
+        """Return once it has."""
+        ...
+
+
+class StepStream(Protocol):
+    """What the runner needs of a device's queue. Without a device everything happens at once."""
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Within it, torch works on this stream, after what the caller's stream holds."""
+        ...
+
+    def host_buffer(self, num_ints: int) -> Tensor:
+        """[num_ints] int32 on the host, page-locked."""
+        ...
+
+    def make_mark(self) -> Mark:
+        """A new mark, done."""
+        ...
+
+    def upload(self, target: Tensor, source: Tensor, mark: Mark) -> None:
+        """Copy a host buffer, which must not change before ``mark`` is done, to the device."""
+        ...
+
+    def download(self, copies: list[tuple[Tensor, Tensor]], mark: Mark) -> None:
+        """Copy device tensors as they are now to host buffers, (target, source) each, beside what
+        follows on the stream: it must leave the sources alone until ``mark`` is done.
+        """
+        ...
+
+    def set(self, mark: Mark) -> None:
+        """``mark`` is done when what the stream holds now is done."""
+        ...
+
+    def close(self) -> None:
+        """Wait for all of it, and give events back."""
+        ...
+
+
+class CudaMark:
+    """`Mark` of a CUDA device: an event."""
+
+    __slots__ = ("_calls", "event")
+
+    def __init__(self, calls: CudaCalls) -> None:
+        self._calls = calls
+        self.event = calls.make_event()
+
+    def is_done(self) -> bool:
+        """See `Mark`."""
+        return self._calls.is_done(self.event)
+
+    def wait(self) -> None:
+        """See `Mark`; lets go of the GIL if it must wait."""
+        self._calls.synchronize(self.event)
+
+
+class CudaStream:
+    """`StepStream` of a CUDA device. Used by one thread at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch has no types here
+        self._device = device
+        with torch.cuda.device(device):
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # as above
+            self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # as above
+            self.calls = CudaCalls()
+            self._marks: list[CudaMark] = []
+            self._entry, self._step = self.make_mark(), self.make_mark()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """See `StepStream`. A caller's optimizer step, say, must not be read half-done."""
+        caller = torch.cuda.current_stream(self._device).cuda_stream
+        with torch.cuda.stream(self.stream):
+            if caller != self.stream.cuda_stream:
+                self.calls.record(self._entry.event, caller)
+                self.calls.wait_event(self.stream.cuda_stream, self._entry.event)
+            yield
+
+    def host_buffer(self, num_ints: int) -> Tensor:
+        """See `StepStream`."""
+        return torch.zeros(num_ints, dtype=torch.int32, pin_memory=True)
+
+    def make_mark(self) -> CudaMark:
+        """See `StepStream`."""
+        self._marks.append(CudaMark(self.calls))
+        return self._marks[-1]
+
+    def upload(self, target: Tensor, source: Tensor, mark: Mark) -> None:
+        """See `StepStream`."""
+        stream = self.stream.cuda_stream
+        self.calls.copy_to_device(target.data_ptr(), source.data_ptr(), source.nbytes, stream)
+        self.calls.record(_event(mark), stream)
+
+    def download(self, copies: list[tuple[Tensor, Tensor]], mark: Mark) -> None:
+        """See `StepStream`: on the copy stream."""
+        copy_stream = self._copy_stream.cuda_stream
+        self.calls.record(self._step.event, self.stream.cuda_stream)
+        self.calls.wait_event(copy_stream, self._step.event)
+        for target, source in copies:
+            self.calls.copy_to_host(
+                target.data_ptr(), source.data_ptr(), source.nbytes, copy_stream
+            )
+        self.calls.record(_event(mark), copy_stream)
+
+    def set(self, mark: Mark) -> None:
+        """See `StepStream`."""
+        self.calls.record(_event(mark), self.stream.cuda_stream)
+
+    def close(self) -> None:
+        """See `StepStream`. Idempotent."""
+        self.stream.synchronize()
+        self._copy_stream.synchronize()
+        for mark in self._marks:
+            self.calls.destroy_event(mark.event)
+        self._marks.clear()
+
+
+class Staging:
+    """A way for ints to the device: page-locked buffers in turn, one tensor at the other end.
+
+    The device's tensor may be overwritten by the next `send`: that is ordered by the stream.
+    """
+
+    def __init__(self, stream: StepStream, num_ints: int, device: torch.device) -> None:
+        self._stream = stream
+        self._buffers = [
+            (stream.host_buffer(num_ints), stream.make_mark()) for _ in range(STAGING_DEPTH)
+        ]
+        self._next = 0
+        self._target = torch.zeros(num_ints, dtype=torch.int32, device=device)
+
+    def buffer(self) -> HostInts:
+        """[num_ints] int32: where to write what `send` will send; waits while it is in use."""
+        tensor, mark = self._buffers[self._next]
+        mark.wait()
+        array: HostInts = tensor.numpy()
+        return array
+
+    def send(self, num_ints: int) -> Tensor:
+        """Send the first ints of `buffer`: [num_ints] int32 on the device."""
+        tensor, mark = self._buffers[self._next]
+        self._next = (self._next + 1) % len(self._buffers)
+        self._stream.upload(self._target[:num_ints], tensor[:num_ints], mark)
+        return self._target[:num_ints]
+
+
+def _event(mark: Mark) -> int:
+    assert isinstance(mark, CudaMark), "marks belong to the stream that made them"
+    return mark.event

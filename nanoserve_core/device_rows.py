@@ -1,0 +1,159 @@
+"""`DeviceRows`: the slots and rows of the running sequences on the device, kept up to date by
+deltas.
+
+The host sends what has changed since the previous step, in one copy and one kernel; a step in
+which nothing has changed sends nothing. What the device computes itself (last token, position) is
+never sent back and forth. It runs no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nanoserve_core.cuda_stream import Staging
+from nanoserve_core.kernels.slot_deltas import SlotDeltas
+from nanoserve_core.kernels.slot_tables import (
+    MAX_STOP_IDS,
+    SlotField,
+    SlotTables,
+    StepRows,
+    TokenRing,
+)
+from nanoserve_core.slot_rules import effective_top_k
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor
+
+    from nanoserve_core.config import ModelSpec
+    from nanoserve_core.cuda_stream import StepStream
+    from nanoserve_core.kernels.slot_tables import SlotLayout
+    from nanoserve_core.kernels.step_ops import StepOps
+    from nanoserve_core.plan import SlotAssignment, StepPlan
+
+RING_LENGTH = 8
+"""Launches of `advance_state` whose tokens the ring keeps: two for each of four steps."""
+
+
+class DeviceRows:
+    """Slot tables and step rows of one runner. Plans must come in launch order, on its thread."""
+
+    def __init__(
+        self,
+        layout: SlotLayout,
+        spec: ModelSpec,
+        *,
+        max_model_len: int,
+        ops: StepOps,
+        stream: StepStream,
+        device: torch.device,
+    ) -> None:
+        """All slots free."""
+        self._spec = spec
+        self._max_model_len = max_model_len
+        self._ops = ops
+        self.tables = SlotTables.allocate(layout, device)
+        self.ring = TokenRing.allocate(RING_LENGTH, layout.num_slots, device)
+        self._decode = StepRows.allocate(layout, device, slots=self.tables.row_slots)
+        self._loose = StepRows.allocate(layout, device)
+        self._deltas = SlotDeltas(layout)
+        self._num_blocks = [0] * layout.num_slots
+        self._row_slots: list[int] = []
+        self._num_rows = 0
+        self._is_gathered = False
+        self._staging = Staging(stream, 2 * _max_num_changes(layout), device)
+
+    @staticmethod
+    def nbytes(layout: SlotLayout) -> int:
+        """Bytes on the device."""
+        return 4 * (3 * layout.size + 2 * _max_num_changes(layout))
+
+    def apply(self, plan: StepPlan) -> None:
+        """Note the plan's changes to slots and block tables; they travel with the next `send`."""
+        for slot in plan.released:
+            self._num_blocks[slot] = 0
+            self._deltas.deactivate(slot)
+        for assignment in plan.assigned:
+            self._assign(assignment)
+        for seq in plan.seqs:
+            if seq.new_block_ids:
+                first = self._num_blocks[seq.slot]
+                self._deltas.set_blocks(seq.slot, first, seq.new_block_ids)
+                self._num_blocks[seq.slot] = first + len(seq.new_block_ids)
+
+    def set_decode_rows(self, slots: list[int], num_rows: int) -> None:
+        """The slots of the next decode rows; ``num_rows``: padding included."""
+        if slots != self._row_slots or num_rows != self._num_rows:
+            self._deltas.set_rows([*slots, *[-1] * (num_rows - len(slots))])
+            self._row_slots, self._num_rows = slots, num_rows
+
+    def send(self) -> None:
+        """Bring the changes to the device, if there are any. Enqueues, never waits for a step."""
+        if not len(self._deltas):
+            return
+        num_changes = self._deltas.take(self._staging.buffer().reshape(-1, 2))
+        self._ops.apply_deltas(self.tables, self._staging.send(2 * num_changes).view(-1, 2))
+        self._is_gathered = False
+
+    def gather(self) -> None:
+        """Make the decode rows ready to run, where they are not; for a step after `send`."""
+        if not self._is_gathered:
+            self._ops.gather_rows(self.tables, self.decode_rows(self._num_rows))
+            self._is_gathered = True
+
+    def decode_rows(self, num_rows: int) -> StepRows:
+        """Views of the first decode rows as they are, always of the same memory."""
+        return self._decode.first(num_rows)
+
+    def loose_rows(self, slots: Tensor) -> StepRows:
+        """Rows of a step that is not captured. slots: [rows] int32, on the device."""
+        rows = replace(self._loose.first(slots.shape[0]), slots=slots)
+        self._ops.gather_rows(self.tables, rows)
+        return rows
+
+    def note_advanced(self) -> None:
+        """Sequences advanced otherwise than as decode rows: these must be gathered anew."""
+        self._is_gathered = False
+
+    def last_tokens(self, slots: Tensor) -> Tensor:
+        """The newest tokens of some slots, [rows] int32. slots: [rows] integers, on the device."""
+        return self.tables.fields[SlotField.LAST_TOKEN].index_select(0, slots)
+
+    def _assign(self, assignment: SlotAssignment) -> None:
+        slot, request = assignment.slot, assignment.request
+        sampling, num_prompt = request.sampling, assignment.num_prompt_tokens
+        max_total = self._max_model_len
+        if sampling.max_tokens is not None:
+            max_total = min(max_total, num_prompt + sampling.max_tokens)
+        self._num_blocks[slot] = 0
+        self._deltas.set_seed(slot, assignment.seed)
+        self._deltas.set_stop_ids(slot, self._stop_ids(assignment))
+        self._deltas.set_fields(
+            slot,
+            {
+                SlotField.TEMPERATURE: sampling.temperature,
+                SlotField.TOP_K: effective_top_k(sampling, self._spec.vocab_size),
+                SlotField.TOP_P: sampling.top_p,
+                SlotField.MIN_P: sampling.min_p,
+                SlotField.WANTS_LOGPROB: 0,
+                SlotField.LAST_TOKEN: assignment.token_ids[-1],
+                SlotField.POSITION: len(assignment.token_ids) - 1,
+                SlotField.IS_ACTIVE: 1,
+                SlotField.NUM_BLOCKS: 0,
+                SlotField.MAX_TOTAL_TOKENS: max_total,
+                SlotField.FIRST_STOP_POSITION: num_prompt + sampling.min_tokens,
+            },
+        )
+
+    def _stop_ids(self, assignment: SlotAssignment) -> Sequence[int]:
+        sampling = assignment.request.sampling
+        eos_token_ids = () if sampling.ignore_eos else self._spec.eos_token_ids
+        return sorted({*eos_token_ids, *sampling.stop_token_ids})
+
+
+def _max_num_changes(layout: SlotLayout) -> int:
+    """When every slot gets a new tenant with a whole block table."""
+    return layout.num_slots * (len(SlotField) + MAX_STOP_IDS + layout.max_num_blocks + 1)
