@@ -47,36 +47,39 @@ class IncrementalDecoder:
     ::
 
         ids      [ ...already emitted... | context | new ...          ]
-                                  prefix_start  read_start
+                                         0         num_context
 
-    The window from ``prefix_start`` is decoded with and without the new ids and the difference is
-    the new text, so that tokenizers whose decoding depends on the left neighbour (leading spaces)
-    are right too. Text that ends in U+FFFD may be half a character and waits.
+    The window is decoded with and without the new ids and the difference is the new text, so that
+    tokenizers whose decoding depends on the left neighbour (leading spaces) are right too; a
+    byte-level one needs no context. Text that ends in U+FFFD may be half a character and waits.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._token_ids: list[int] = []
-        self._prefix_start = 0
-        self._read_start = 0
+        self._needs_context = not _is_byte_level(tokenizer)
+        self._window: list[int] = []
+        self._num_context = 0
+        self._context_text = ""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add ids, return the text they complete ("" while a character is incomplete)."""
-        self._token_ids.extend(token_ids)
-        prefix, text = self._decode_window()
-        if text.endswith(_REPLACEMENT) or len(text) <= len(prefix):
+        self._window.extend(token_ids)
+        text = self._decode(self._window)
+        if text.endswith(_REPLACEMENT) or len(text) <= len(self._context_text):
             return ""
-        return self._accept(prefix, text)
+        return self._accept(text)
 
     def finish(self) -> str:
         """The rest: an incomplete character comes out as U+FFFD."""
-        return self._accept(*self._decode_window())
+        return self._accept(self._decode(self._window))
 
-    def _decode_window(self) -> tuple[str, str]:
-        window = self._token_ids[self._prefix_start :]
-        context = window[: self._read_start - self._prefix_start]
-        return self._decode(context), self._decode(window)
+    def _accept(self, text: str) -> str:
+        new = text[len(self._context_text) :]
+        self._window = self._window[self._num_context :] if self._needs_context else []
+        self._num_context = len(self._window)
+        self._context_text = self._decode(self._window)
+        return new
 
     def _decode(self, token_ids: list[int]) -> str:
         if not token_ids:
@@ -87,10 +90,11 @@ class IncrementalDecoder:
             clean_up_tokenization_spaces=False,
         )
 
-    def _accept(self, prefix: str, text: str) -> str:
-        self._prefix_start = self._read_start
-        self._read_start = len(self._token_ids)
-        return text[len(prefix) :]
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    """True for tokenizers (Qwen's among them) whose tokens are bytes whatever stands before."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return type(getattr(backend, "decoder", None)).__name__ == "ByteLevel"
 
 
 class StopStrings:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanoserve_adapters.testing import tiny_tokenizer
 from nanoserve_core import SamplingParams
 from nanoserve_core.errors import ConfigError
 from nanoserve_core.request import FinishReason, StepOutput
@@ -84,6 +85,29 @@ def test_invalid_bytes_come_out_as_the_tokenizer_decodes_them(data: bytes) -> No
     text = "".join(decoder.push([byte]) for byte in data) + decoder.finish()
 
     assert text == data.decode(errors="replace")
+
+
+class Spaced(ByteTokenizer):
+    """Words joined by spaces that the first word of a text lacks, as SentencePiece decodes."""
+
+    def decode(self, token_ids: list[int], **_options: object) -> str:  # type: ignore[override]  # options are not read
+        return " ".join(f"w{token_id}" for token_id in token_ids)
+
+
+def test_a_decoding_that_depends_on_the_left_neighbour_is_right() -> None:
+    decoder = IncrementalDecoder(Spaced())
+
+    assert [decoder.push([i]) for i in range(4)] == ["w0", " w1", " w2", " w3"]
+
+
+@given(text=st.text(max_size=12))
+def test_a_byte_level_tokenizer_gives_the_whole_text_token_by_token(text: str) -> None:
+    tokenizer = tiny_tokenizer()
+    decoder = IncrementalDecoder(tokenizer)
+
+    pieces = [decoder.push([token_id]) for token_id in tokenizer.encode(text)]
+
+    assert "".join(pieces) + decoder.finish() == text
 
 
 def test_a_character_of_four_bytes_is_never_split() -> None:
