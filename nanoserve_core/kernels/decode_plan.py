@@ -31,6 +31,7 @@ TILE_ROWS = 16
 class DecodePlan:
     """The work list, and the memory its items hand partial results over in. One step at a time."""
 
+    max_kv_len: int
     items: Tensor
     """[max_items, 2] int32: first row << 16 | set of rows from it on (a bit each), chunk number."""
     header: Tensor
@@ -56,13 +57,17 @@ class DecodePlan:
         head_dim: int,
         device: torch.device,
     ) -> DecodePlan:
-        """Memory for steps of up to ``max_rows`` rows of up to ``max_kv_len`` tokens."""
+        """Memory for steps of up to ``max_rows`` rows of up to ``max_kv_len`` tokens.
+
+        If steps differ in their configuration, pass the one with the most `max_items`.
+        """
         num_items = max_items(
             config, num_rows=max_rows, max_kv_len=max_kv_len, num_kv_heads=num_kv_heads
         )
         group = num_heads // num_kv_heads
         partials = (num_items, num_kv_heads, group)
         return cls(
+            max_kv_len=max_kv_len,
             items=torch.zeros((num_items, 2), dtype=torch.int32, device=device),
             header=torch.zeros(2, dtype=torch.int32, device=device),
             first_partials=torch.zeros(max_rows, dtype=torch.int32, device=device),
@@ -178,7 +183,7 @@ def decode_plan(
     groups. ``pdl``: see `rms_norm`.
     """
     num_rows = kv_lens.shape[0]
-    _check(kv_lens, lead, shared, plan)
+    _check(kv_lens, lead, shared, plan, config)
     _, num_kv_heads, group = plan.partial_lses.shape
     target = config.target_items // num_kv_heads
     decode_plan_kernel[(num_rows,)](
@@ -206,12 +211,25 @@ def pack_size(group: int) -> int:
     return max(1 << (TILE_ROWS // group).bit_length() - 1, 1) if group <= TILE_ROWS else 1
 
 
-def _check(kv_lens: Tensor, lead: Tensor | None, shared: Tensor | None, plan: DecodePlan) -> None:
+def _check(
+    kv_lens: Tensor,
+    lead: Tensor | None,
+    shared: Tensor | None,
+    plan: DecodePlan,
+    config: DecodeConfig,
+) -> None:
     op = "decode_plan"
     num_rows, max_rows = kv_lens.shape[0], plan.first_partials.shape[0]
     if num_rows > min(max_rows, MAX_ROWS):
         remedy = "Allocate a plan for more rows."
         raise value_error(op, "rows", num_rows, f"at most {min(max_rows, MAX_ROWS)}", remedy)
+    num_kv_heads, room = plan.tickets.shape[1], plan.items.shape[0]
+    needed = max_items(
+        config, num_rows=num_rows, max_kv_len=plan.max_kv_len, num_kv_heads=num_kv_heads
+    )
+    if needed > room:
+        remedy = "Allocate it for this configuration."
+        raise value_error(op, "plan", f"{room} items", f"room for {needed}", remedy)
     if (lead is None) != (shared is None):
         missing = "lead" if lead is None else "shared"
         raise value_error(op, missing, None, "lead and shared together", "Pass both or none.")

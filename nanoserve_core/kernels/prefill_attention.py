@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from nanoserve_core.kernels.decode_attention import LOG2_E, check_cache
-from nanoserve_core.kernels.launch_errors import shape_error, stride_error
+from nanoserve_core.kernels.launch_errors import shape_error, stride_error, value_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,8 +32,16 @@ class PrefillConfig:
     num_stages: int
 
 
-def prefill_config(num_tokens: int, *, num_rows: int, group: int) -> PrefillConfig:
-    """Small tiles when rows have few query tokens, so that programs are many and not half empty."""
+def prefill_config(
+    num_tokens: int, *, num_rows: int, group: int, element_nbytes: int = 2
+) -> PrefillConfig:
+    """Small tiles when rows have few query tokens, so that programs are many and not half empty.
+
+    ``group``: query heads of a kv head. Numbers of four bytes have no tensor cores, and spill with
+    larger tiles.
+    """
+    if element_nbytes > 2:
+        return PrefillConfig(block_m=32, block_n=32, num_warps=8, num_stages=2)
     if num_tokens * group < 128 * num_rows:
         return PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)
     return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
@@ -257,8 +265,15 @@ def prefill_attention(
     num_rows = kv_lens.shape[0]
     num_kv_heads = key_cache.shape[2]
     group = num_heads // num_kv_heads
-    config = config or prefill_config(num_tokens, num_rows=num_rows, group=group)
+    config = config or prefill_config(
+        num_tokens, num_rows=num_rows, group=group, element_nbytes=query.element_size()
+    )
     block_q = config.block_m // group
+    if block_q == 0:
+        remedy = "Use a larger tile, or the torch backend for this model."
+        raise value_error(
+            "prefill_attention", "block_m", config.block_m, f"{group} or more", remedy
+        )
     prefill_attention_kernel[(num_tokens // block_q + num_rows, num_kv_heads)](
         query,
         key_cache,

@@ -16,3 +16,11 @@ def cuda() -> None:
 
     if not torch.cuda.is_available():
         pytest.fail("tests marked gpu need a CUDA device and torch built for it; none was found")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Seed torch's generators before each test."""
+    import torch
+
+    torch.manual_seed(0)

@@ -171,6 +171,9 @@ def test_it_names_the_argument_that_does_not_fit() -> None:
     _, plan = planned([1, 2])
     with pytest.raises(ValueError, match="rows=3, expected at most 2"):
         decode_plan(torch.ones(3, dtype=torch.int32), plan=plan, config=CONFIG)
+    finer = replace(CONFIG, min_chunk=1, max_chunk=1)
+    with pytest.raises(ValueError, match="plan=2 items, expected room for 4"):
+        decode_plan(torch.ones(2, dtype=torch.int32), plan=plan, config=finer)
 
 
 @pytest.mark.parametrize(

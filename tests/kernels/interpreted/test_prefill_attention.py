@@ -155,10 +155,18 @@ def test_small_chunks_get_small_tiles() -> None:
     assert few.block_m < many.block_m
 
 
+def test_wide_numbers_get_the_smallest_tiles() -> None:
+    wide = prefill_config(4096, num_rows=8, group=2, element_nbytes=4)
+
+    assert wide.block_m < prefill_config(64, num_rows=8, group=2).block_m
+
+
 def test_it_names_the_argument_that_does_not_fit() -> None:
     case = paged_case([20], query_lens=[20], head_dim=32)
 
     with pytest.raises(ValueError, match=r"query_start has shape \[1\], expected \[2\]"):
         attend(replace(case, query_start=case.query_start[:1]))
+    with pytest.raises(ValueError, match="block_m=1, expected 2 or more"):
+        attend(case, replace(SMALL, block_m=1))
     with pytest.raises(ValueError, match="query has strides"):
         attend(replace(case, query=case.query.transpose(1, 2).contiguous().transpose(1, 2)))
