@@ -155,7 +155,7 @@ def decode_cases() -> Iterator[Case]:
     for name, lens, shape, block_size, shared in DECODE_CASES:
         read = sum(lens) - (len(lens) - 1) * shared
         nbytes = 4.0 * read * shape.kv_heads * HEAD_DIM
-        layers = max(copies_for(nbytes, most=32), 2)
+        layers = max(copies_for(nbytes, most=128), 2)
         rows = PagedRows(lens, shape, layers=layers, block_size=block_size, shared=shared)
         default = ops.decode_config(len(lens), num_multiprocessors=num_multiprocessors())
         configs = decode_configs(default, len(lens))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-NUM_ROWS = (8, 16, 64)
+NUM_ROWS = (16, 64)
 SKINNY_TILES = [(16, 256, 4), (32, 128, 4), (64, 128, 4), (64, 64, 5)]
 NORM, SILU_MUL, ADD = "norm", "silu_mul", "add"
 
