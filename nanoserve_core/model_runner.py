@@ -231,7 +231,8 @@ class ModelRunner:
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         if plan.block_copies:
-            sources, destinations = torch.tensor(plan.block_copies, device=self._device).unbind(1)
+            pairs = list(zip(*plan.block_copies, strict=True))
+            sources, destinations = torch.tensor(pairs, device=self._device).unbind(0)
             self._ops.copy_blocks(self._kv_cache.tensor, sources=sources, destinations=destinations)
 
     def _note_scored(self, plan: StepPlan) -> None:
