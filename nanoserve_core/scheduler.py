@@ -266,15 +266,16 @@ class Scheduler:
                 return
 
     def _choose_victim(self, needer: Sequence) -> Sequence:
-        """Of those not more important: the least important, then least work to lose, then latest.
+        """The least important; of those the one with the least work to lose; of those the latest.
 
-        So the one with the most to lose is never chosen while another runs, and gets through.
+        The needer is a candidate, so nobody more important is chosen for it. The one with the most
+        to lose is never chosen while another runs, so it gets through.
         """
-        priority, manager = needer.request.priority, self._block_manager
+        manager = self._block_manager
         candidates = [
             s
             for s in chain(self._prefilling.values(), self._decoding.values())
-            if s is needer or (s.request.priority >= priority and manager.has_private_blocks(s))
+            if s is needer or manager.has_private_blocks(s)
         ]
         return max(
             candidates,
@@ -481,12 +482,12 @@ class Scheduler:
         plan, sequences = launched
         manager, num_decode = self._block_manager, plan.num_decode_seqs
         for row, sequence in zip(plan.seqs[num_decode:], sequences[num_decode:], strict=True):
-            self._blocked_id = -1
             manager.unmark_computing(sequence, row.start, row.end)
             if sequence.index == 0 and row.end >= sequence.num_prompt_tokens - 1:
                 self._waiting.release_followers(sequence)
         for source, _ in plan.block_copies:
             manager.unhold(source)
+            self._blocked_id = -1
             self._num_copy_sources -= 1
         if self._draining:
             for sequence in sequences:
