@@ -106,6 +106,16 @@ def test_second_adoption_uses_what_the_first_has_fused() -> None:
     assert not first.refresh()
 
 
+def test_module_made_under_inference_mode_is_shared_but_not_fused() -> None:
+    with torch.inference_mode():
+        model = frozen(random_model())
+
+    adoption = Adoption(model)
+
+    assert isinstance(adoption.weights.layers[0].qkv, SplitLinear)
+    assert adoption.refresh() is False
+
+
 def test_tied_head_is_the_embedding() -> None:
     weights = Adoption(random_model(tie_word_embeddings=True)).weights
 
