@@ -82,12 +82,8 @@ def test_greedy_tokens_equal_transformers(engine: Engine) -> None:
 
 
 def test_end_of_sequence_stops_and_is_the_last_token(engine: Engine) -> None:
-    ends = [
-        (p, t)
-        for p in map(prompt_of, range(3, 40))
-        if (t := greedy_tokens("gqa", p, 60))[-1] == EOS
-    ]
-    prompt, expected = ends[0]
+    prompt = next(p for p in map(prompt_of, range(3, 40)) if greedy_tokens("gqa", p, 60)[-1] == EOS)
+    expected = greedy_tokens("gqa", prompt, 60)
 
     outputs = run(engine, request("a", prompt, max_tokens=60))["a"]
 
