@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from nanoserve_core.kernels.slot_tables import StepRows
 
 MAX_INT32 = tl.constexpr(0x7FFFFFFF)
+MINUS_INFINITY_KEY = tl.constexpr(-0x7F800001)  # before its lowest bits are left out
 WHOLE_ROW_BLOCK = 8192
 
 # Low bits of a float32 that are always zero when it was one of these: keys leave them out.
@@ -130,7 +131,7 @@ def key_of_row(
     inverse_temperature = 1.0 / temperature
     high = found_above
     if top_k > 0:
-        key = ordered_key(largest * 0.0 + float("-inf"), SHIFT)
+        key = tl.full([], MINUS_INFINITY_KEY >> SHIFT, tl.int32)
         while key + 1 < high:
             middle = middle_of(key, high)
             is_reached = row_count(row_ptr, middle, VOCAB, SHIFT, BLOCK) >= top_k
@@ -176,18 +177,18 @@ def find_cut(
                   chosen                 reaches 7 is in them and nowhere else
     """
     NUM_TILES: tl.constexpr = (VOCAB + TILE - 1) // TILE
-    lowest = ordered_key(largest * 0.0 + float("-inf"), SHIFT)
+    LOWEST: tl.constexpr = MINUS_INFINITY_KEY >> SHIFT
     high = ordered_key(largest, SHIFT) + 1
     tiles = tl.arange(0, ALL_TILES)
     is_tile = tiles < NUM_TILES
-    tile_keys = tl.where(is_tile, ordered_key(maxima, SHIFT), lowest - 1)
+    tile_keys = tl.where(is_tile, ordered_key(maxima, SHIFT), LOWEST - 1)
     num_wanted = tl.where(top_k > 0, tl.minimum(top_k, CAPACITY), CAPACITY)
     low = tl.min(tl.where(is_tile, tile_keys, high), 0)
     low = key_of_count(tile_keys, num_wanted, low, high)
     low = tl.where(tl.sum((tile_keys >= low).to(tl.int32)) > CAPACITY, low + 1, low)
     is_chosen = tile_keys >= low
     num_chosen = tl.sum(is_chosen.to(tl.int32))
-    low = tl.where(num_chosen == NUM_TILES, lowest, low)
+    low = tl.where(num_chosen == NUM_TILES, LOWEST, low)
 
     place = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
     tl.store(chosen_ptr + place, tiles, mask=is_chosen)
@@ -197,7 +198,7 @@ def find_cut(
     columns = chosen[:, None] * TILE + tl.arange(0, TILE)[None, :]
     is_candidate = (places < num_chosen)[:, None] & (columns < VOCAB)
     x = tl.load(row_ptr + columns, mask=is_candidate, other=float("-inf")).to(tl.float32)
-    keys = tl.where(is_candidate, ordered_key(x, SHIFT), lowest - 1)
+    keys = tl.where(is_candidate, ordered_key(x, SHIFT), LOWEST - 1)
 
     key = low
     is_found = True

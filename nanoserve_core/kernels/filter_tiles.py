@@ -15,6 +15,7 @@ from nanoserve_core.kernels.tile_statistics import (
     check_scratch,
     exp_difference,
     float_parameter,
+    num_warps_for,
 )
 
 if TYPE_CHECKING:
@@ -98,6 +99,6 @@ def filter_tiles(logits: Tensor, rows: StepRows, *, tiles: FilterTiles, pdl: boo
         GROUP=tiles.group,
         TILE=tiles.tile,
         PDL=pdl,
-        num_warps=max(min(tiles.group * tiles.tile // 512, 8), 1),
+        num_warps=num_warps_for(tiles.group * tiles.tile),
         launch_pdl=pdl,
     )
