@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from nanoserve_core.config import EngineConfig, ModelSpec
     from nanoserve_core.cuda_graphs import Replays
-    from nanoserve_core.cuda_stream import Mark, StepStream
+    from nanoserve_core.cuda_stream import HostInts, Mark, StepStream
     from nanoserve_core.kernels.slot_tables import StepRows
     from nanoserve_core.kernels.step_ops import StepOps
     from nanoserve_core.layers.attention import AttentionBackend, ForwardBatch
@@ -127,7 +127,7 @@ class CudaRunner(ModelRunner):
             self._copy_blocks(plan)
             self._outcomes.make_room()
             if not plan.seqs:
-                return self._outcomes.take([], 0)
+                return self._outcomes.take([])
             if self._wishes.are_in(plan):
                 return self._launch_eager(plan)
             return self._launch_captured(plan)
@@ -145,7 +145,7 @@ class CudaRunner(ModelRunner):
     def _launch_captured(self, plan: StepPlan) -> InFlight:
         num_decode = plan.num_decode_seqs
         decode, prompts = plan.seqs[:num_decode], plan.seqs[num_decode:]
-        tokens = []
+        tokens: list[tuple[Tensor, int]] = []
         if decode:
             bucket = bucket_of(num_decode, self._buckets)
             self._rows.set_decode_rows([seq.slot for seq in decode], bucket)
@@ -154,11 +154,11 @@ class CudaRunner(ModelRunner):
             has_filters = self._wishes.have_filters(decode)
             function = partial(self._decode, bucket, has_filters)
             self._tools.replays.run((bucket, has_filters), function)
-            tokens.append(self._sampling.next_tokens()[:num_decode])
+            tokens.append((self._sampling.next_tokens(), num_decode))
         if prompts:
             self._rows.send()
             tokens += self._prefill(prompts)
-        return self._outcomes.take(tokens, plan.num_samples)
+        return self._outcomes.take(tokens)
 
     def _decode(self, num_rows: int, has_filters: bool) -> None:
         """What is captured."""
@@ -168,8 +168,8 @@ class CudaRunner(ModelRunner):
         pdl = self._tools.use_pdl
         self._sampling.run(logits, rows, has_filters=has_filters, pdl=pdl)
 
-    def _prefill(self, seqs: tuple[ScheduledSeq, ...]) -> list[Tensor]:
-        """Chunks of prompts; the tokens of those that end their prompt, as one tensor or none."""
+    def _prefill(self, seqs: tuple[ScheduledSeq, ...]) -> list[tuple[Tensor, int]]:
+        """Chunks of prompts; where the tokens of those are that end their prompt, and how many."""
         forward, slots = self._upload(seqs, num_decode_seqs=0)
         hidden_states = self._model.hidden_states(forward, self._kv_cache)
         if slots.shape[0] == 0:
@@ -177,7 +177,7 @@ class CudaRunner(ModelRunner):
         rows = self._rows.loose_rows(slots)
         logits = self._model.logits(hidden_states, forward.logits_indices)
         self._sampling.run(logits, rows, has_filters=self._wishes.have_filters(seqs))
-        return [self._sampling.next_tokens()[: slots.shape[0]]]
+        return [(self._sampling.next_tokens(), slots.shape[0])]
 
     def _launch_eager(self, plan: StepPlan) -> InFlight:
         """The host's sampler, for all rows of the step."""
@@ -311,6 +311,7 @@ class _DeviceSampling:
         self._stats = TileStatistics.allocate(max_num_rows, vocab_size, device)
         self._tiles = FilterTiles.allocate(max_num_rows, vocab_size, device)
         self._picked = PickedTokens.allocate(max_num_rows, device)
+        self._ring_entries = rows.ring.token_ids.unbind(0)
         self._num_advances = 0
 
     def run(self, logits: Tensor, rows: StepRows, *, has_filters: bool, pdl: bool = False) -> None:
@@ -336,7 +337,7 @@ class _DeviceSampling:
         """[slots] int32: where the newest `run` or `take` left its tokens; once after each."""
         at = self._num_advances % RING_LENGTH
         self._num_advances += 1
-        return self._rows.ring.token_ids[at]
+        return self._ring_entries[at]
 
 
 class _Outcomes:
@@ -344,10 +345,8 @@ class _Outcomes:
 
     def __init__(self, max_num_rows: int, stream: StepStream) -> None:
         self._stream = stream
-        self._buffers = [
-            (stream.host_buffer(max_num_rows), stream.make_mark())
-            for _ in range(MAX_UNREAD_STEPS + 1)
-        ]
+        buffers = [stream.host_buffer(max_num_rows) for _ in range(MAX_UNREAD_STEPS + 1)]
+        self._buffers = [(buffer, buffer.numpy(), stream.make_mark()) for buffer in buffers]
         self._next = 0
         self._unread: deque[_Launched | _LaunchedEager] = deque()
 
@@ -358,17 +357,12 @@ class _Outcomes:
         ):
             self._unread.popleft().wait()
 
-    def take(self, tokens: Sequence[Tensor], num_tokens: int) -> _Launched:
-        """A step of the device: its tokens are the tensors, one after the other."""
-        buffer, mark = self._turn()
-        copies, start = [], 0
-        for part in tokens:
-            copies.append((buffer[start : start + part.shape[0]], part))
-            start += part.shape[0]
-        assert start == num_tokens, f"{start} tokens for {num_tokens} rows that sample"
-        if copies:
-            self._stream.download(copies, mark)
-        step = _Launched(buffer.numpy()[:num_tokens], mark)
+    def take(self, tokens: list[tuple[Tensor, int]]) -> _Launched:
+        """A step of the device: its tokens are the first of each tensor, one after the other."""
+        buffer, array, mark = self._turn()
+        if tokens:
+            self._stream.download(buffer, tokens, mark)
+        step = _Launched(array[: sum(num_tokens for _, num_tokens in tokens)], mark)
         self._unread.append(step)
         return step
 
@@ -376,13 +370,13 @@ class _Outcomes:
         self, output: SamplerOutput | None, prompt_logprobs: dict[int, list[PositionLogprobs]]
     ) -> _LaunchedEager:
         """A step of the host's sampler."""
-        _, mark = self._turn()
+        _, _, mark = self._turn()
         self._stream.set(mark)
         step = _LaunchedEager(output, prompt_logprobs, mark, self._stream)
         self._unread.append(step)
         return step
 
-    def _turn(self) -> tuple[Tensor, Mark]:
+    def _turn(self) -> tuple[Tensor, HostInts, Mark]:
         self._next = (self._next + 1) % len(self._buffers)
         return self._buffers[self._next]
 
@@ -390,7 +384,7 @@ class _Outcomes:
 class _Launched:
     """A step whose tokens are on their way; see `InFlight`."""
 
-    def __init__(self, tokens: np.ndarray[Any, np.dtype[np.int32]], mark: Mark) -> None:
+    def __init__(self, tokens: HostInts, mark: Mark) -> None:
         self._tokens = tokens
         self._mark = mark
         self._result: StepResult | None = None

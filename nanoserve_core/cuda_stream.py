@@ -61,9 +61,10 @@ class StepStream(Protocol):
         """Copy a host buffer, which must not change before ``mark`` is done, to the device."""
         ...
 
-    def download(self, copies: list[tuple[Tensor, Tensor]], mark: Mark) -> None:
-        """Copy device tensors as they are now to host buffers, (target, source) each, beside what
-        follows on the stream: it must leave the sources alone until ``mark`` is done.
+    def download(self, buffer: Tensor, parts: list[tuple[Tensor, int]], mark: Mark) -> None:
+        """Copy the first ints, as many as the number says, of device tensors as they are now to a
+        host buffer, one after the other. This happens beside what follows on the stream, which must
+        leave the sources alone until ``mark`` is done.
         """
         ...
 
@@ -132,15 +133,15 @@ class CudaStream:
         self.calls.copy_to_device(target.data_ptr(), source.data_ptr(), source.nbytes, stream)
         self.calls.record(_event(mark), stream)
 
-    def download(self, copies: list[tuple[Tensor, Tensor]], mark: Mark) -> None:
+    def download(self, buffer: Tensor, parts: list[tuple[Tensor, int]], mark: Mark) -> None:
         """See `StepStream`: on the copy stream."""
         copy_stream = self._copy_stream.cuda_stream
         self.calls.record(self._step.event, self.stream.cuda_stream)
         self.calls.wait_event(copy_stream, self._step.event)
-        for target, source in copies:
-            self.calls.copy_to_host(
-                target.data_ptr(), source.data_ptr(), source.nbytes, copy_stream
-            )
+        target = buffer.data_ptr()
+        for source, num_ints in parts:
+            self.calls.copy_to_host(target, source.data_ptr(), 4 * num_ints, copy_stream)
+            target += 4 * num_ints
         self.calls.record(_event(mark), copy_stream)
 
     def set(self, mark: Mark) -> None:

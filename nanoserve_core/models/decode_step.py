@@ -33,6 +33,8 @@ MAX_SPLIT_ROWS = 64
 """Rows up to which our split product is faster than cuBLAS where the output is narrow (o, down)."""
 MAX_SPLIT_ROWS_FP32 = 16
 """The same for float32, whose tiles for more rows would not fit the shared memory."""
+MAX_SKINNY_ROWS = 16
+"""Rows up to which our product is faster than cuBLAS, or level, whatever the shape."""
 MAX_SPLITS = 8
 MAX_PDL_ROWS = 64
 _NOTHING = np.zeros(0, dtype=np.int32)
@@ -145,14 +147,14 @@ class _Pass:
         self._embed(token_ids)
         for index, layer in enumerate(layers):
             is_last = index + 1 == len(layers)
-            layer.qkv(x.normed, ops=ops, out=x.qkv)
+            self._project(layer.qkv, x.normed, x.qkv)
             self._attend(index, layer)
             self._add_norm(self._product(layer.o, x.attended), layer.post_norm)
-            layer.gate_up(x.normed, ops=ops, out=x.gate_up)
+            self._project(layer.gate_up, x.normed, x.gate_up)
             ops.silu_mul(x.gate, x.up, out=x.activated, pdl=self._pdl)
             next_norm = self._weights.norm if is_last else layers[index + 1].input_norm
             self._add_norm(self._product(layer.down, x.activated), next_norm)
-        self._weights.lm_head(x.normed, ops=ops, out=logits)
+        self._project(self._weights.lm_head, x.normed, logits)
 
     def _embed(self, token_ids: Tensor) -> None:
         self._ops.embed_rms_norm(
@@ -189,14 +191,20 @@ class _Pass:
     def _product(self, projection: Projection, x: Tensor) -> Tensor:
         """[rows, hidden_size], or [splits, rows, hidden_size] float32: parts yet to be added."""
         hidden = self._x.hidden
-        if self._may_split and isinstance(projection, Linear) and projection.bias is None:
+        if self._may_split and _is_plain(projection):
             num_splits = self._ops.num_splits(hidden.shape[1], x.shape[1])
             if num_splits > 1:
                 parts = self._arena.parts(num_splits, *hidden.shape)
-                self._ops.skinny_gemm(x, projection.weight, out=parts, pdl=self._pdl)
+                self._ops.skinny_gemm(x, _weight(projection), out=parts, pdl=self._pdl)
                 return parts
-        projection(x, ops=self._ops, out=hidden)
+        self._project(projection, x, hidden)
         return hidden
+
+    def _project(self, projection: Projection, x: Tensor, out: Tensor) -> None:
+        if 1 < x.shape[0] <= MAX_SKINNY_ROWS and _is_plain(projection):
+            self._ops.skinny_gemm(x, _weight(projection), out=out, pdl=self._pdl)
+        else:
+            projection(x, ops=self._ops, out=out)
 
     def _add_norm(self, x: Tensor, weight: Tensor) -> None:
         out, residual = self._x.normed, self._x.residual

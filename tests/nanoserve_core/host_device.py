@@ -62,11 +62,13 @@ class HostStream:
         del mark
         target.copy_(source)
 
-    def download(self, copies: list[tuple[Tensor, Tensor]], mark: Mark) -> None:
+    def download(self, buffer: Tensor, parts: list[tuple[Tensor, int]], mark: Mark) -> None:
         """Copies."""
         del mark
-        for target, source in copies:
-            target.copy_(source)
+        start = 0
+        for source, num_ints in parts:
+            buffer[start : start + num_ints] = source[:num_ints]
+            start += num_ints
 
     def set(self, mark: Mark) -> None:
         """Nothing to wait for."""
@@ -227,8 +229,11 @@ class HostOps:
         out.copy_(out + result if add else result)
 
     def skinny_gemm(self, x: Tensor, weight: Tensor, *, out: Tensor, pdl: bool = False) -> None:
-        """Parts of a sum, each over its share of the inner dimension."""
+        """Whole, or parts of a sum, each over its share of the inner dimension."""
         del pdl
+        if out.dim() == 2:
+            out.copy_(x @ weight.t())
+            return
         for part, some_x, some_weight in zip(
             out, x.chunk(len(out), dim=1), weight.chunk(len(out), dim=1), strict=True
         ):
