@@ -141,6 +141,7 @@ class CudaRunner(ModelRunner):
         self._stream.close()
         super().close()
         del self._rows, self._sampling, self._decode_step, self._staging, self._outcomes
+        del self._tools, self._step_ops, self._wishes
 
     def _launch_captured(self, plan: StepPlan) -> InFlight:
         num_decode = plan.num_decode_seqs
@@ -242,10 +243,17 @@ class CudaRunner(ModelRunner):
         )
         return forward, sampled
 
-    def _send(self, parts: Sequence[np.ndarray[Any, Any]]) -> tuple[Tensor, ...]:  # Any: any ints
-        """The arrays on the device, int32; each begins at a multiple of 16 bytes, as kernels like
-        it.
-        """
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        """See `ModelRunner`; without waiting, as a copy from ordinary memory would."""
+        if plan.block_copies:
+            sources, destinations = self._send(list(np.array(plan.block_copies).T))
+            self._ops.copy_blocks(self._kv_cache.tensor, sources=sources, destinations=destinations)
+
+    def _send(
+        self,
+        parts: Sequence[np.ndarray[Any, Any]],  # Any: ints of any width
+    ) -> tuple[Tensor, ...]:
+        """The arrays on the device, int32 and side by side, each from a multiple of 16 bytes on."""
         buffer, starts, end = self._staging.buffer(), [], 0
         for part in parts:
             starts.append(end)

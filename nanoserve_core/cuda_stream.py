@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
     HostInts = np.ndarray[Any, np.dtype[np.int32]]  # Any: the shape
 
-STAGING_DEPTH = 4
-"""Page-locked buffers of one kind: more than the steps that are launched before one is read."""
+STAGING_DEPTH = 8
+"""Page-locked buffers of one kind: two for each step that may be launched before one is read, and
+two more.
+"""
 
 
 class Mark(Protocol):

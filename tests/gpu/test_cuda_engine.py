@@ -59,8 +59,11 @@ RATIO = 1.25
 
 @cache
 def on_card(shape: str) -> nn.Module:
-    """A random float32 model on the card."""
-    return copy.deepcopy(tiny_qwen3(shape)).to("cuda")
+    """A random float32 model on the card; weights that are trained stay as they are, others are
+    fused.
+    """
+    model = copy.deepcopy(tiny_qwen3(shape)).to("cuda")
+    return model.requires_grad_(shape == "tied")
 
 
 def make_engine(shape: str = "gqa", **options: Any) -> Engine:
@@ -124,6 +127,7 @@ def test_float32_gives_the_tokens_of_the_cpu_engine(
 
         assert engine.stats().backends["attention"] == "triton"
         assert tokens == expected
+        assert run(engine, requests[:1])["0"] == expected["0"]  # alone: other products
         assert_drained(engine)
 
 

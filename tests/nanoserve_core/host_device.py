@@ -145,7 +145,6 @@ class PagedReference:
 class HostOps:
     """`StepOps` in plain torch."""
 
-    copy_blocks = staticmethod(reference.copy_blocks)
     linear = staticmethod(reference.linear)
     qk_views = staticmethod(reference.qk_views)
     rms_norm = staticmethod(reference.rms_norm)
@@ -163,6 +162,10 @@ class HostOps:
             oracle(*args, **options)
 
         return call
+
+    def copy_blocks(self, cache: Tensor, *, sources: Tensor, destinations: Tensor) -> None:
+        """The oracle takes int64."""
+        reference.copy_blocks(cache, sources=sources.long(), destinations=destinations.long())
 
     def place_tokens(
         self, rotary_table: Tensor, *, positions: Tensor, slot_mapping: Tensor
