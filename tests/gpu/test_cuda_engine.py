@@ -221,7 +221,7 @@ def storm(num_requests: int) -> list[Visitor]:
         shared = prompt_of(32, seed=rng.randint(900, 902)) if rng.random() < 0.4 else ()
         request = request_of(number, max_tokens=rng.randint(1, 40), seed=number, **wishes)
         own = prompt_of(rng.randint(1, 60), seed=number)
-        step = rng.randint(0, 400)
+        step = rng.randint(0, 200)
         abort_step = step + rng.randint(0, 30) if rng.random() < 1 / 6 else None
         request = replace(request, prompt_token_ids=(*shared, *own))
         visitors.append(Visitor(request, step, abort_step))
@@ -230,10 +230,10 @@ def storm(num_requests: int) -> list[Visitor]:
 
 def test_a_storm_in_a_small_pool_gives_each_request_its_solo_tokens() -> None:
     visitors = storm(300)
-    with make_engine(num_kvcache_blocks=60, max_num_batched_tokens=96) as engine:
+    with make_engine(num_kvcache_blocks=30, max_num_batched_tokens=96) as engine:
         outputs: dict[str, list[StepOutput]] = {v.request.request_id: [] for v in visitors}
         step = 0
-        while step <= 440 or engine.has_unfinished_requests():
+        while step <= 240 or engine.has_unfinished_requests():
             for visitor in visitors:
                 if visitor.step == step:
                     engine.add_request(visitor.request)
