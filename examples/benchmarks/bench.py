@@ -22,7 +22,7 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from workloads import CPU_WORKLOADS, Workload
 
 from langchain_llm import ChatNanoserve
@@ -111,7 +111,7 @@ def bare_batch(chat: ChatNanoserve, repeat: int) -> int:
     sampling = SamplingParams(temperature=0, max_tokens=CHAT_TOKENS, ignore_eos=True)
     requests = []
     for i, text in enumerate(chat_texts(repeat)):
-        ids = chat.tokenizer.apply_chat_template(
+        ids = chat.engine.tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
         )
         name = f"bare-{repeat}-{i}"
@@ -207,8 +207,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     console = Console()
+    transformers.utils.logging.set_verbosity_error()  # it warns at every call that has no EOS
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
-    AutoTokenizer.from_pretrained(arguments.model)  # warm: no first-use cost in a timed run
     found: list[Measurement] = []
     with LLM(arguments.model, dtype="float32") as llm:
         for name in arguments.workloads:

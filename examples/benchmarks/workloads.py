@@ -71,6 +71,5 @@ GPU_WORKLOADS: dict[str, Callable[[], Workload]] = {
 CPU_WORKLOADS: dict[str, Callable[[], Workload]] = {
     "single": lambda: uniform(1, 64, 128),
     "ragged16": lambda: ragged(16, 16, 128),
-    "ragged64": lambda: ragged(64, 16, 128),
     "shared64": lambda: shared_prefix(64, 512, 16, 24),
 }
