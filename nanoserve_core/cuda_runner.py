@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from nanoserve_core.cuda_stream import HostInts, Mark, StepStream
     from nanoserve_core.kernels.slot_tables import StepRows
     from nanoserve_core.kernels.step_ops import StepOps
-    from nanoserve_core.layers.attention import AttentionBackend, ForwardBatch
+    from nanoserve_core.layers.attention import AttentionBackend, ForwardBatch, IntArray
     from nanoserve_core.model_runner import InFlight
     from nanoserve_core.models.qwen3 import Qwen3Weights
     from nanoserve_core.models.source import ModelSource
@@ -68,6 +68,8 @@ class StepTools:
     stream: StepStream
     replays: Replays
     use_pdl: bool
+    pack_size: int = 1
+    """Decode rows whose shared blocks the backend reads once."""
 
 
 class CudaRunner(ModelRunner):
@@ -96,6 +98,7 @@ class CudaRunner(ModelRunner):
             ops=tools.ops,
             stream=tools.stream,
             device=device,
+            pack_size=tools.pack_size,
         )
         is_captured = (
             self._backend.graph_safe
@@ -147,23 +150,27 @@ class CudaRunner(ModelRunner):
         num_decode = plan.num_decode_seqs
         decode, prompts = plan.seqs[:num_decode], plan.seqs[num_decode:]
         tokens: list[tuple[Tensor, int]] = []
+        order = None
         if decode:
             bucket = bucket_of(num_decode, self._buckets)
-            self._rows.set_decode_rows([seq.slot for seq in decode], bucket)
+            slots = [seq.slot for seq in decode]
+            self._rows.set_decode_rows(slots, bucket, self._inputs.tables_of)
+            order = self._rows.order
+            is_packed = order is not None
             self._rows.send()
             self._rows.gather()
             has_filters = self._wishes.have_filters(decode)
-            function = partial(self._decode, bucket, has_filters)
-            self._tools.replays.run((bucket, has_filters), function)
+            function = partial(self._decode, bucket, has_filters, is_packed)
+            self._tools.replays.run((bucket, has_filters, is_packed), function)
             tokens.append((self._sampling.next_tokens(), num_decode))
         if prompts:
             self._rows.send()
             tokens += self._prefill(prompts)
-        return self._outcomes.take(tokens)
+        return self._outcomes.take(tokens, order)
 
-    def _decode(self, num_rows: int, has_filters: bool) -> None:
+    def _decode(self, num_rows: int, has_filters: bool, is_packed: bool) -> None:
         """What is captured."""
-        rows = self._rows.decode_rows(num_rows)
+        rows = self._rows.decode_rows(num_rows, packed=is_packed)
         logits = self._sampling.logits[:num_rows]
         self._decode_step.run(rows, self._kv_cache, logits)
         pdl = self._tools.use_pdl
@@ -365,12 +372,15 @@ class _Outcomes:
         ):
             self._unread.popleft().wait()
 
-    def take(self, tokens: list[tuple[Tensor, int]]) -> _Launched:
-        """A step of the device: its tokens are the first of each tensor, one after the other."""
+    def take(self, tokens: list[tuple[Tensor, int]], order: IntArray | None = None) -> _Launched:
+        """A step of the device: its tokens are the first of each tensor, one after the other.
+
+        ``order``: the places in the plan of the first of them, where they are in another order.
+        """
         buffer, array, mark = self._turn()
         if tokens:
             self._stream.download(buffer, tokens, mark)
-        step = _Launched(array[: sum(num_tokens for _, num_tokens in tokens)], mark)
+        step = _Launched(array[: sum(num_tokens for _, num_tokens in tokens)], mark, order)
         self._unread.append(step)
         return step
 
@@ -392,8 +402,9 @@ class _Outcomes:
 class _Launched:
     """A step whose tokens are on their way; see `InFlight`."""
 
-    def __init__(self, tokens: HostInts, mark: Mark) -> None:
+    def __init__(self, tokens: HostInts, mark: Mark, order: IntArray | None) -> None:
         self._tokens = tokens
+        self._order = order
         self._mark = mark
         self._result: StepResult | None = None
 
@@ -411,6 +422,8 @@ class _Launched:
         if self._result is None:
             self._mark.wait()
             token_ids = self._tokens.astype(np.int64)
+            if self._order is not None:
+                token_ids[self._order] = self._tokens[: len(self._order)]
             self._result = StepResult(
                 token_ids=token_ids,
                 logprobs=(None,) * len(token_ids),
@@ -496,7 +509,12 @@ def create_cuda_runner(
             use_pdl=use_pdl,
         )
         tools = StepTools(
-            ops=triton_ops, backend=backend, stream=stream, replays=replays, use_pdl=use_pdl
+            ops=triton_ops,
+            backend=backend,
+            stream=stream,
+            replays=replays,
+            use_pdl=use_pdl,
+            pack_size=TritonAttention.pack_size(source.spec),
         )
         runner = CudaRunner(source, config, plugins, tools)
         torch.cuda.synchronize(source.device)  # what was filled on the caller's stream is there

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from nanoserve_core.cuda_stream import Staging
 from nanoserve_core.kernels.slot_deltas import SlotDeltas
 from nanoserve_core.kernels.slot_tables import (
@@ -20,10 +22,11 @@ from nanoserve_core.kernels.slot_tables import (
     StepRows,
     TokenRing,
 )
+from nanoserve_core.prefix_groups import group_rows
 from nanoserve_core.slot_rules import effective_top_k
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
     from torch import Tensor
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from nanoserve_core.cuda_stream import StepStream
     from nanoserve_core.kernels.slot_tables import SlotLayout
     from nanoserve_core.kernels.step_ops import StepOps
+    from nanoserve_core.layers.attention import IntArray
     from nanoserve_core.plan import SlotAssignment, StepPlan
 
 RING_LENGTH = 8
@@ -50,10 +54,13 @@ class DeviceRows:
         ops: StepOps,
         stream: StepStream,
         device: torch.device,
+        pack_size: int = 1,
     ) -> None:
-        """All slots free."""
+        """All slots free. ``pack_size``: decode rows that can read shared blocks together."""
         self._spec = spec
         self._max_model_len = max_model_len
+        self._pack_size = pack_size
+        self._block_size = layout.block_size
         self._ops = ops
         self.tables = SlotTables.allocate(layout, device)
         self.ring = TokenRing.allocate(RING_LENGTH, layout.num_slots, device)
@@ -61,8 +68,13 @@ class DeviceRows:
         self._loose = StepRows.allocate(layout, device)
         self._deltas = SlotDeltas(layout)
         self._num_blocks = [0] * layout.num_slots
+        self._slots: list[int] = []
         self._row_slots: list[int] = []
         self._num_rows = 0
+        self._has_new_tenants = False
+        self._sent_groups: tuple[list[int], list[int]] = [], []
+        self.order: IntArray | None = None
+        """The plan's row at each decode row, where they are not in the plan's order."""
         self._is_gathered = False
         self._staging = Staging(stream, 2 * _max_num_changes(layout), device)
 
@@ -73,6 +85,7 @@ class DeviceRows:
 
     def apply(self, plan: StepPlan) -> None:
         """Note the plan's changes to slots and block tables; they travel with the next `send`."""
+        self._has_new_tenants |= bool(plan.released or plan.assigned)
         for slot in plan.released:
             self._num_blocks[slot] = 0
             self._deltas.deactivate(slot)
@@ -84,11 +97,25 @@ class DeviceRows:
                 self._deltas.set_blocks(seq.slot, first, seq.new_block_ids)
                 self._num_blocks[seq.slot] = first + len(seq.new_block_ids)
 
-    def set_decode_rows(self, slots: list[int], num_rows: int) -> None:
-        """The slots of the next decode rows; ``num_rows``: padding included."""
-        if slots != self._row_slots or num_rows != self._num_rows:
-            self._deltas.set_rows([*slots, *[-1] * (num_rows - len(slots))])
-            self._row_slots, self._num_rows = slots, num_rows
+    def set_decode_rows(
+        self,
+        slots: list[int],
+        num_rows: int,
+        tables_of: Callable[[list[int]], tuple[IntArray, IntArray]],
+    ) -> None:
+        """The slots of the next decode rows; ``num_rows``: padding included.
+
+        Rows that share blocks are brought together: see `order`. ``tables_of``: what the host knows
+        of block tables (`StepInputs.tables_of`), asked when rows or their tenants have changed.
+        """
+        is_same = slots == self._slots and num_rows == self._num_rows
+        if is_same and not self._has_new_tenants:
+            return
+        rows = [*self._group(slots, tables_of), *[-1] * (num_rows - len(slots))]
+        if rows != self._row_slots:
+            self._deltas.set_rows(rows)
+            self._row_slots = rows
+        self._slots, self._num_rows, self._has_new_tenants = slots, num_rows, False
 
     def send(self) -> None:
         """Bring the changes to the device, if there are any. Enqueues, never waits for a step."""
@@ -104,9 +131,16 @@ class DeviceRows:
             self._ops.gather_rows(self.tables, self.decode_rows(self._num_rows))
             self._is_gathered = True
 
-    def decode_rows(self, num_rows: int) -> StepRows:
-        """Views of the first decode rows as they are, always of the same memory."""
-        return self._decode.first(num_rows)
+    def decode_rows(self, num_rows: int, *, packed: bool = False) -> StepRows:
+        """Views of the first decode rows as they are, always of the same memory.
+
+        ``packed``: with their groups; for rows that are in another `order` than the plan's.
+        """
+        rows = self._decode
+        if packed:
+            leads, shared = self.tables.row_groups
+            rows = replace(rows, leads=leads, shared=shared)
+        return rows.first(num_rows)
 
     def loose_rows(self, slots: Tensor) -> StepRows:
         """Rows of a step that is not captured. slots: [rows] int32, on the device."""
@@ -121,6 +155,26 @@ class DeviceRows:
     def last_tokens(self, slots: Tensor) -> Tensor:
         """The newest tokens of some slots, [rows] int32. slots: [rows] integers, on the device."""
         return self.tables.fields[SlotField.LAST_TOKEN].index_select(0, slots)
+
+    def _group(
+        self,
+        slots: list[int],
+        tables_of: Callable[[list[int]], tuple[IntArray, IntArray]],
+    ) -> list[int]:
+        """The slots in the order of their groups; notes order and groups."""
+        self.order = None
+        if self._pack_size < 2 or len(slots) < 2:
+            return slots
+        tables, num_blocks = tables_of(slots)
+        groups = group_rows(tables, num_blocks, pack_size=self._pack_size)
+        if groups is None:
+            return slots
+        shared = [number * self._block_size for number in groups.num_shared]
+        if (groups.leads, shared) != self._sent_groups:
+            self._deltas.set_groups(groups.leads, shared)
+            self._sent_groups = groups.leads, shared
+        self.order = np.array(groups.order)
+        return [slots[row] for row in groups.order]
 
     def _assign(self, assignment: SlotAssignment) -> None:
         slot, request = assignment.slot, assignment.request
@@ -156,4 +210,4 @@ class DeviceRows:
 
 def _max_num_changes(layout: SlotLayout) -> int:
     """When every slot gets a new tenant with a whole block table."""
-    return layout.num_slots * (len(SlotField) + MAX_STOP_IDS + layout.max_num_blocks + 1)
+    return layout.num_slots * (len(SlotField) + MAX_STOP_IDS + layout.max_num_blocks + 3)

@@ -69,6 +69,10 @@ class StepInputs:
         live = self._tables[np.arange(self._tables.shape[1]) < counts]
         return np.unique(live).astype(np.int64)
 
+    def tables_of(self, slots: list[int]) -> tuple[IntArray, IntArray]:
+        """The block tables of some slots, [n, max_blocks], and how many blocks each has, [n]."""
+        return self._tables[slots], np.array(self._num_blocks)[slots]
+
     def batch(self, plan: StepPlan, last_token: Tensor) -> StepBatch:
         """The tensors of the plan's rows. last_token: [max_num_seqs] int64, for rows whose token
         the host does not know.

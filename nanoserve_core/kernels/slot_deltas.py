@@ -68,6 +68,13 @@ class SlotDeltas:
         start = self._layout.row_slots_start
         self._changes.update(zip(range(start, start + len(slots)), slots, strict=True))
 
+    def set_groups(self, leads: Sequence[int], shared: Sequence[int]) -> None:
+        """Set the groups of the first rows; equally long. See `SlotTables.row_groups`."""
+        start = self._layout.row_groups_start
+        for values in (leads, shared):
+            self._changes.update(zip(range(start, start + len(values)), values, strict=True))
+            start += self._layout.num_slots
+
     def take(self, out: HostInts) -> int:
         """Move the changes to the first rows of ``out`` [capacity, 2]; gives how many there are.
 

@@ -86,9 +86,14 @@ class SlotLayout:
         return self.block_tables_start + self.max_num_blocks * self.num_slots
 
     @property
+    def row_groups_start(self) -> int:
+        """Offset of the groups of the rows."""
+        return self.row_slots_start + self.num_slots
+
+    @property
     def size(self) -> int:
         """Number of int32."""
-        return self.row_slots_start + self.num_slots
+        return self.row_groups_start + 2 * self.num_slots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +111,8 @@ class SlotTables:
     """[slots, max_num_blocks] int32."""
     row_slots: Tensor
     """[slots] int32: the slot of each row of the next steps, -1 for padding."""
+    row_groups: Tensor
+    """[2, slots] int32: `StepRows.leads` and `StepRows.shared` of each row of the next steps."""
 
     @classmethod
     def allocate(cls, layout: SlotLayout, device: torch.device | str) -> SlotTables:
@@ -113,7 +120,7 @@ class SlotTables:
         storage = torch.zeros(layout.size, dtype=torch.int32, device=device)
         stop_ids = storage[layout.stop_ids_start : layout.block_tables_start]
         block_tables = storage[layout.block_tables_start : layout.row_slots_start]
-        row_slots = storage[layout.row_slots_start :]
+        row_slots = storage[layout.row_slots_start : layout.row_groups_start]
         stop_ids.fill_(-1)
         row_slots.fill_(-1)
         return cls(
@@ -123,6 +130,7 @@ class SlotTables:
             stop_ids=stop_ids.view(layout.num_slots, MAX_STOP_IDS),
             block_tables=block_tables.view(layout.num_slots, layout.max_num_blocks),
             row_slots=row_slots,
+            row_groups=storage[layout.row_groups_start :].view(2, layout.num_slots),
         )
 
 
@@ -145,6 +153,10 @@ class StepRows:
     """[rows] int32: where the K/V of the input goes; -1 in rows that do not run."""
     block_tables: Tensor
     """[rows, max_num_blocks] int32: entries behind the sequence's blocks mean nothing."""
+    leads: Tensor | None = None
+    """[rows] int32: the row's group, as `decode_plan` wants it. Given, if rows share blocks."""
+    shared: Tensor | None = None
+    """[rows] int32: leading tokens whose blocks the group shares. Given with ``leads``."""
 
     @classmethod
     def allocate(
@@ -178,6 +190,8 @@ class StepRows:
             kv_lens=self.kv_lens[:num_rows],
             slot_mapping=self.slot_mapping[:num_rows],
             block_tables=self.block_tables[:num_rows],
+            leads=None if self.leads is None else self.leads[:num_rows],
+            shared=None if self.shared is None else self.shared[:num_rows],
         )
 
     @property

@@ -55,6 +55,11 @@ class ForwardBatch:
     host_query_start: IntArray
     host_kv_lens: IntArray
     host_block_tables: IntArray
+    row_leads: Tensor | None = None
+    row_shared: Tensor | None = None
+    """[num_decode_seqs] int32, or both None: decode rows that share blocks, for backends that read
+    those once (`StepRows.leads` and `StepRows.shared`). They change no result.
+    """
 
     @property
     def num_tokens(self) -> int:

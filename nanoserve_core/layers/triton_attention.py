@@ -94,6 +94,11 @@ class TritonAttention:
         head_dim, group = spec.head_dim, spec.num_attention_heads // spec.num_key_value_heads
         return head_dim >= 16 and head_dim & (head_dim - 1) == 0 and group <= 64
 
+    @staticmethod
+    def pack_size(spec: ModelSpec) -> int:
+        """Decode rows whose shared blocks are read once: see `kernels.decode_plan`."""
+        return ops.pack_size(spec.num_attention_heads // spec.num_key_value_heads)
+
     def supports_block_size(self, block_size: int) -> bool:
         """Powers of two."""
         return block_size >= 1 and block_size & (block_size - 1) == 0
@@ -112,7 +117,14 @@ class TritonAttention:
         )
         decode_lens = batch.kv_lens[:num_rows]
         if num_rows > 0:
-            ops.decode_plan(decode_lens, plan=plan, config=config, pdl=pdl)
+            ops.decode_plan(
+                decode_lens,
+                plan=plan,
+                config=config,
+                lead=batch.row_leads,
+                shared=batch.row_shared,
+                pdl=pdl,
+            )
         return TritonAttentionPlan(
             decode=plan,
             decode_config=config,

@@ -89,6 +89,8 @@ class DecodeStep:
             host_query_start=_NOTHING,
             host_kv_lens=_NOTHING,
             host_block_tables=_NOTHING,
+            row_leads=rows.leads,
+            row_shared=rows.shared,
         )
         plan = self._backend.plan(batch, block_size=kv_cache.block_size)
         placement = self._ops.place_tokens(

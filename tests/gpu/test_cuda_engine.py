@@ -167,6 +167,60 @@ def test_filters_come_and_go_without_changing_the_neighbours() -> None:
         assert {request: together[request] for request in alone} == alone
 
 
+# -- rows that share blocks -----------------------------------------------------------------------
+
+
+def tokens_with_aborts(
+    engine: Engine, requests: Sequence[Request], abort_steps: Mapping[str, int]
+) -> dict[str, tuple[int, ...]]:
+    """The first request alone until its prompt is in the cache, then the others with it."""
+    tokens: dict[str, tuple[int, ...]] = {request.request_id: () for request in requests}
+    waiting, step = list(requests), 0
+    while waiting or engine.has_unfinished_requests():
+        for request in waiting[: 1 if step == 0 else 9]:
+            engine.add_request(request)
+            waiting.remove(request)
+        for request_id, abort_step in abort_steps.items():
+            if abort_step == step:
+                engine.abort(request_id)
+        for output in engine.step():
+            assert output.error is None, output.error
+            tokens[output.request_id] += tuple(output.token_ids)
+        step += 1
+    return tokens
+
+
+@pytest.mark.parametrize("num_requests", [5, 16, 40])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_prefix_that_is_read_once_gives_the_tokens_of_one_read_by_every_row(
+    tiny_checkpoint: Path, dtype: str, num_requests: int
+) -> None:
+    prefix = prompt_of(300, seed=900)
+    requests = []
+    for i in range(num_requests):
+        request = request_of(
+            i, length=1 + 7 * i % 50, max_tokens=20 + i, seed=i, temperature=0.8 * (i % 2)
+        )
+        own = request.prompt_token_ids
+        requests.append(request if i % 7 == 3 else replace(request, prompt_token_ids=prefix + own))
+    aborts = {str(i): 9 + 2 * i for i in range(1, num_requests, 6)}
+    options = {**ROOMY, "max_model_len": 512, "num_kvcache_blocks": 2000}
+    config = EngineConfig(device="cuda", dtype=dtype, **{**options, "max_num_batched_tokens": 4096})
+    results = []
+    for is_packed in (False, True):
+        with Engine(tiny_checkpoint, config) as engine:
+            rows = runner_of(engine)._rows  # noqa: SLF001  # as above
+            assert rows._pack_size > 1  # noqa: SLF001  # as above
+            if not is_packed:
+                rows._pack_size = 1  # noqa: SLF001  # there is no option for it
+
+            results.append(tokens_with_aborts(engine, requests, aborts))
+
+            assert (rows._sent_groups != ([], [])) == is_packed  # noqa: SLF001  # as above
+            assert_drained(engine)
+    assert results[0] == results[1]
+
+
 # -- every schedule -------------------------------------------------------------------------------
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from nanoserve_core.layers.attention import ForwardBatch
 
 FEW_SPLITS = 2
+PACK_SIZE = 4
 
 
 class HostMark:
@@ -110,11 +111,26 @@ class PagedReference:
                 query,
                 key_cache=key_cache,
                 value_cache=value_cache,
-                block_tables=plan.block_tables[:num_rows],
+                block_tables=self._shared_tables(plan, key_cache.shape[1]),
                 query_start=torch.arange(num_rows + 1),
                 kv_lens=plan.kv_lens[:num_rows],
             )
         )
+
+    def _shared_tables(self, plan: ForwardBatch, block_size: int) -> Tensor:
+        """The decode rows' tables, in which what a tile's group shares is its first live row's."""
+        tables = plan.block_tables[: plan.num_decode_seqs].clone()
+        if plan.row_leads is None or plan.row_shared is None:
+            return tables
+        firsts: dict[tuple[int, int], int] = {}
+        for row, (lead, shared) in enumerate(
+            zip(plan.row_leads.tolist(), plan.row_shared.tolist(), strict=True)
+        ):
+            if plan.kv_lens[row] > 0:
+                first = firsts.setdefault((row // PACK_SIZE, lead), row)
+                num_shared = shared // block_size
+                tables[row, :num_shared] = tables[first, :num_shared]
+        return tables
 
     def prefill(
         self,
@@ -260,5 +276,6 @@ def cuda_runner_on_host(
             stream=HostStream(),
             replays=PlainCalls(),
             use_pdl=True,
+            pack_size=PACK_SIZE,
         )
         return CudaRunner(open_source(model, config, {}), config, plugins, tools)

@@ -152,6 +152,55 @@ def assert_solo_tokens_of_cpu(
             assert tokens == (wanted[: len(tokens)] if own[-1].finish_reason == "abort" else wanted)
 
 
+# -- rows that share blocks -----------------------------------------------------------------------
+
+
+def shared_requests(prefix_length: int, num_requests: int, **sampling: Any) -> list[Request]:
+    """Two families, of prompts that begin alike, and a stranger in the middle."""
+    requests = []
+    for number in range(num_requests):
+        request = request_of(number, length=1 + number % 5, **sampling)
+        prefix = prompt_of(prefix_length, seed=500 + number % 2)
+        if number != num_requests // 2:
+            request = replace(request, prompt_token_ids=(*prefix, *request.prompt_token_ids))
+        requests.append(request)
+    return requests
+
+
+def test_rows_that_share_blocks_stand_together_and_keep_their_tokens() -> None:
+    config = EngineConfig(**{**ROOMY, "max_num_seqs": 12})
+    runner = cuda_runner_on_host(tiny_qwen3(), config)
+    requests = shared_requests(17, 10, ignore_eos=True)
+    orders = []
+    with Engine.from_runner(runner, config, PluginManager()) as engine:
+        for request in requests:
+            engine.add_request(request)
+        outputs: dict[str, list[StepOutput]] = {request.request_id: [] for request in requests}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                outputs[output.request_id].append(output)
+            orders.append(runner._rows.order)  # noqa: SLF001  # what the test is about
+
+        for request in requests:
+            expected = greedy_tokens("gqa", request.prompt_token_ids, 10, ignore_eos=True)
+            assert tokens_of(outputs[request.request_id]) == expected
+        assert_drained(engine)
+    sizes = {len(order) for order in orders if order is not None}
+    assert max(sizes) == 10, "the rows were never reordered"
+
+
+def test_new_tenants_of_the_same_slots_do_not_keep_the_groups_of_the_old() -> None:
+    with make_engine() as engine:
+        for prefix_length in (17, 1, 9):
+            requests = shared_requests(prefix_length, 4, ignore_eos=True)
+
+            outputs = run(engine, requests)
+
+            for request in requests:
+                expected = greedy_tokens("gqa", request.prompt_token_ids, 10, ignore_eos=True)
+                assert tokens_of(outputs[request.request_id]) == expected
+
+
 # -- run-ahead ------------------------------------------------------------------------------------
 
 
