@@ -20,6 +20,7 @@ NUM_COPIES = 16
 NUM_TOKENS = (1, 256, 8192)
 STACKS = [(1, 640), (8, 640), (16, 640), (64, 860), (256, 860)]
 MAX_SPLIT_ROWS = 64
+MAX_PDL_ROWS = 8
 
 
 class SmallKernels:
@@ -204,7 +205,9 @@ def stack_cases() -> Iterator[Case]:
     for num_rows, length in STACKS:
         stack = Stack(num_rows, length)
         variants: dict[str, Run] = {}
-        for pdl, name in ((False, ""), (True, " pdl")):
+        names = {False: "", True: " pdl"}
+        for pdl in sorted(names, key=lambda pdl: pdl == (num_rows <= MAX_PDL_ROWS)):
+            name = names[pdl]
             variants[f"cuBLAS{name}"] = partial(stack.many_rows, pdl, False)
             if num_rows <= MAX_SPLIT_ROWS:
                 variants[f"split o, down{name}"] = partial(stack.many_rows, pdl, True)

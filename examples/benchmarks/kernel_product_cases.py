@@ -19,14 +19,14 @@ from kernel_case import (
 )
 
 from nanoserve_core.kernels import triton_ops as ops
-from nanoserve_core.kernels.skinny_gemm import SkinnyConfig, skinny_config
+from nanoserve_core.kernels.skinny_gemm import SKINNY_CONFIG, SkinnyConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-NUM_ROWS = (16, 64)
+NUM_ROWS = (8, 16, 64)
 SKINNY_TILES = [(16, 256, 4), (32, 128, 4), (64, 128, 4), (64, 64, 5)]
 NORM, SILU_MUL, ADD = "norm", "silu_mul", "add"
 
@@ -51,7 +51,7 @@ class Gemv:
         self.product = randn(1, out_size)
         self.out = randn(1, out_size // 2 if SILU_MUL in around else out_size)
 
-    def launch(self, rows: int | None, num_warps: int, copy: int) -> None:
+    def launch(self, rows: int | None, num_warps: int | None, copy: int) -> None:
         """Ours, with everything around it."""
         ops.gemv(
             self.x,
@@ -84,7 +84,7 @@ def gemv_cases() -> Iterator[Case]:
         copies = copies_for(nbytes)
         product = Gemv(size, out_size, around, copies=copies)
         width = size * (2 if SILU_MUL in around else 1)
-        variants: dict[str, Run] = {"table": partial(product.launch, None, 4)}
+        variants: dict[str, Run] = {"table": partial(product.launch, None, None)}
         for rows in (1, 2, 4, 8, 16):
             for num_warps in (2, 4, 8):
                 if 1024 <= rows * width / num_warps <= 4096:
@@ -143,7 +143,6 @@ def skinny_cases() -> Iterator[Case]:
         for rows in NUM_ROWS:
             is_added = ADD in around
             product = Skinny(rows, weights, is_added=is_added)
-            table = skinny_config(out_size)
             variants: dict[str, Run] = {}
             for n, k, num_stages in SKINNY_TILES:
                 config = SkinnyConfig(block_n=n, block_k=k, num_warps=4, num_stages=num_stages)
@@ -155,7 +154,7 @@ def skinny_cases() -> Iterator[Case]:
                 nbytes=nbytes,
                 copies=copies,
                 variants=variants,
-                in_use=f"{table.block_n}x{table.block_k}/{splits}",
+                in_use=f"{SKINNY_CONFIG.block_n}x{SKINNY_CONFIG.block_k}/{splits}",
                 rivals={"cuBLAS": product.cublas},
                 error=product.error,
             )

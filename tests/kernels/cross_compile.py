@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,9 +153,9 @@ def qk_launches() -> Iterator[tuple[str, Callable[[], None]]]:
 def decode_launches() -> Iterator[tuple[str, Callable[[], None]]]:
     """The planner and decode attention: every group of query heads, every block size."""
     base = ops.decode_config(256, num_multiprocessors=132)
-    wide = replace(base, block_n=64, num_warps=4)
+    wide = ops.decode_config(1, num_multiprocessors=132)
     cases = [(name, 64, base) for name in SHAPES]
-    cases += [("0.6B", 16, base), ("0.6B", 256, base), ("0.6B", 64, wide)]
+    cases += [("0.6B", 16, base), ("0.6B", 256, base), ("0.6B", 64, wide), ("32B", 16, wide)]
     for name, block_size, config in cases:
         shape = SHAPES[name]
         plan = ops.DecodePlan.allocate(
@@ -233,7 +233,7 @@ def prefill_launches() -> Iterator[tuple[str, Callable[[], None]]]:
 
 def product_launches() -> Iterator[tuple[str, Callable[[], None]]]:
     """Products of one row and of few rows, as a decoder layer has them."""
-    for name in ("0.6B", "8B"):
+    for name in ("0.6B", "8B", "14B", "32B"):
         shape = SHAPES[name]
         x, weight = meta(1, shape.hidden), meta(shape.hidden)
         norm: dict[str, Any] = {"norm_weight": weight, "eps": EPS, "pdl": True}  # Any: arguments
@@ -253,6 +253,7 @@ def product_launches() -> Iterator[tuple[str, Callable[[], None]]]:
     for name, num_rows, in_size, out_size in (
         ("0.6B skinny_gemm down", 16, small.intermediate, small.hidden),
         ("0.6B skinny_gemm down", 64, small.intermediate, small.hidden),
+        ("8B skinny_gemm down", 64, large.intermediate, large.hidden),
         ("8B skinny_gemm qkv", 16, large.hidden, 6144),
         ("8B skinny_gemm lm_head", 64, large.hidden, large.vocab),
     ):
