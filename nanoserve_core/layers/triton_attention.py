@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MIN_CUDNN_TOKENS = 8192
 """Shortest chunk without prefix that is worth a cuDNN plan of its own."""
-MAX_PDL_ROWS = 64
+MAX_PDL_ROWS = 8
 """Rows up to which overlapping launches gain: larger grids fill the device anyhow."""
 
 
