@@ -190,10 +190,11 @@ def test_rows_that_share_blocks_stand_together_and_keep_their_tokens() -> None:
 
 
 def test_new_tenants_of_the_same_slots_do_not_keep_the_groups_of_the_old() -> None:
+    prefix = prompt_of(17, seed=500)
+    strangers = [request_of(i, length=21, ignore_eos=True) for i in range(2)]
+    kin = [replace(r, prompt_token_ids=prefix + r.prompt_token_ids[:4]) for r in strangers]
     with make_engine() as engine:
-        for prefix_length in (17, 1, 9):
-            requests = shared_requests(prefix_length, 4, ignore_eos=True)
-
+        for requests in (kin, kin, strangers):  # the second time they begin and end together
             outputs = run(engine, requests)
 
             for request in requests:
