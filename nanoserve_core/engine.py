@@ -14,6 +14,7 @@ import random
 import time
 from collections import Counter, deque
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -112,6 +113,9 @@ class Engine:
         """Raises `InvalidRequest` for a request that can never run; pure, any thread may call."""
         self._requests: dict[str, RequestState] = {}
         self._sequences: dict[int, Sequence] = {}
+        self._num_stop_checks = (
+            0  # unfinished requests that have one: without any, rows cost no call
+        )
         self._in_flight: deque[_Launched] = deque()
         self._ready: list[StepOutput] = []
         self._seeds = random.Random(config.seed)
@@ -145,6 +149,7 @@ class Engine:
             return
         self._scheduler.add(state.sequences)
         self._requests[request.request_id] = state
+        self._num_stop_checks += request.should_stop is not None
         self._sequences.update((sequence.sequence_id, sequence) for sequence in state.sequences)
         self._must_check_weights = True
 
@@ -373,14 +378,14 @@ class Engine:
         for done in self._scheduler.commit(
             launched.plan,
             result.token_ids.tolist(),
-            should_stop=lambda sequence: self._should_stop(sequence, stop_errors),
+            should_stop=partial(self._should_stop, stop_errors) if self._num_stop_checks else None,
             failed=result.errors.keys(),
         ):
             error = result.errors.get(done.row) or stop_errors.get(done.sequence.sequence_id)
             self._take_in(result, done, error)
         return launched
 
-    def _should_stop(self, sequence: Sequence, errors: dict[int, BaseException]) -> bool:
+    def _should_stop(self, errors: dict[int, BaseException], sequence: Sequence) -> bool:
         check = sequence.request.should_stop
         if check is None:
             return False
@@ -480,7 +485,8 @@ class Engine:
     def _finish(
         self, state: RequestState, metrics: RequestMetrics, error: BaseException | None
     ) -> None:
-        self._requests.pop(state.request.request_id, None)
+        if self._requests.pop(state.request.request_id, None) is not None:
+            self._num_stop_checks -= state.request.should_stop is not None
         for sequence in state.sequences:
             self._sequences.pop(sequence.sequence_id, None)
         reason = state.finish_reason
