@@ -66,8 +66,7 @@ class Engine:
         if config.tensor_parallel_size > 1:
             raise ConfigError(
                 f"tensor_parallel_size={config.tensor_parallel_size} is not served yet: expected "
-                "1. "
-                "Run one engine per device."
+                "1. Run one engine per device."
             )
         plugins = PluginManager(config.plugins, config.allowed_plugins)
         self._start(ModelRunner.create(model, config, plugins), config, plugins)
@@ -113,9 +112,7 @@ class Engine:
         """Raises `InvalidRequest` for a request that can never run; pure, any thread may call."""
         self._requests: dict[str, RequestState] = {}
         self._sequences: dict[int, Sequence] = {}
-        self._num_stop_checks = (
-            0  # unfinished requests that have one: without any, rows cost no call
-        )
+        self._num_stop_checks = 0  # unfinished requests with one; without any, no row is asked
         self._in_flight: deque[_Launched] = deque()
         self._ready: list[StepOutput] = []
         self._seeds = random.Random(config.seed)
@@ -126,8 +123,6 @@ class Engine:
         self._must_check_weights = False
         self._is_closed = False
         plugins.configure(config, runner.spec)
-
-    # -- requests ---------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
         """Queue a request; its outputs come from `step`.
@@ -163,8 +158,6 @@ class Engine:
     def has_unfinished_requests(self) -> bool:
         """True while `step` has something to do or to deliver."""
         return bool(self._requests or self._ready or self._in_flight)
-
-    # -- the step ---------------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
         """Launch what can be launched, wait for the oldest launched step, return its news.
@@ -243,8 +236,6 @@ class Engine:
         """Raise AssertionError when an invariant of scheduler or blocks is broken (for tests)."""
         self._scheduler.check()
 
-    # -- admission --------------------------------------------------------------------------------
-
     def _check_open(self) -> None:
         if self._is_closed:
             raise EngineClosed("this engine was closed: expected an open one. Make a new engine.")
@@ -296,8 +287,6 @@ class Engine:
         for index in range(len(state.sequences)):
             self._deliver(state, index, finish_reason=FinishReason.LENGTH)
 
-    # -- weights ----------------------------------------------------------------------------------
-
     def _refresh_weights(self) -> None:
         """Before new requests are scheduled: what was cached under other weights must not hit."""
         if not self._must_check_weights:
@@ -318,8 +307,6 @@ class Engine:
         if (hooks := self._plugins.hooks.weights_changed) is not None:
             old, new = self._weights_epoch - 1, self._weights_epoch
             self._plugins.observe(hooks, old_epoch=old, new_epoch=new)
-
-    # -- launching --------------------------------------------------------------------------------
 
     def _launch_ahead(self) -> None:
         while len(self._in_flight) <= self._runner.run_ahead:
@@ -357,17 +344,17 @@ class Engine:
                     queued_seconds=now - state.arrival_time,
                 )
         for sequence in events.preempted:
-            state = self._requests[sequence.request.request_id]
-            state.num_preemptions += 1
+            found = self._requests.get(sequence.request.request_id)
+            if found is None:  # ended since: a victim with launched steps is told of late
+                continue
+            found.num_preemptions += 1
             if hooks.request_preempted is not None:
                 self._plugins.observe(
                     hooks.request_preempted,
-                    request=state.request,
+                    request=found.request,
                     index=sequence.index,
                     num_tokens=sequence.num_tokens,
                 )
-
-    # -- committing -------------------------------------------------------------------------------
 
     def _commit_oldest(self) -> _Launched:
         launched = self._in_flight[0]
@@ -434,8 +421,6 @@ class Engine:
         is_eos = token_id in self.eos_token_ids and not sampling.ignore_eos
         return is_eos or token_id in sampling.stop_token_ids
 
-    # -- endings and deliveries -------------------------------------------------------------------
-
     def _fail(self, state: RequestState, index: int, error: BaseException) -> None:
         """End a request with reason ``error``: the sample that failed and all that still run."""
         self._deliver(state, index, finish_reason=FinishReason.ERROR, error=error)
@@ -495,8 +480,6 @@ class Engine:
             self._plugins.observe(
                 hooks, request=state.request, finish_reason=reason, metrics=metrics, error=error
             )
-
-    # -- reports ----------------------------------------------------------------------------------
 
     def _report(self, outputs: list[StepOutput], launched: _Launched | None) -> None:
         hooks = self._plugins.hooks

@@ -52,9 +52,6 @@ class Measurement:
     tokens_per_second: float
 
 
-# -- the engines ----------------------------------------------------------------------------------
-
-
 def generate_one_by_one(model: PreTrainedModel, workload: Workload) -> None:
     """transformers: one request after another."""
     for prompt, output_len in zip(workload.prompts, workload.output_lens, strict=True):
@@ -120,9 +117,6 @@ def bare_batch(chat: ChatNanoserve, repeat: int) -> int:
         return sum(len(output.token_ids) for outputs in stream for output in outputs)
 
 
-# -- measuring ------------------------------------------------------------------------------------
-
-
 def measure(workload: str, engine: str, run: Run, repeats: int) -> Measurement:
     """Median of ``repeats`` timed runs after one warm-up on other ids."""
     run(repeats)
@@ -168,9 +162,6 @@ def compare_langchain(path: str, repeats: int) -> list[Measurement]:
     finally:
         chat.close()
     return [bare, chained]
-
-
-# -- the table ------------------------------------------------------------------------------------
 
 
 def table_of(found: Sequence[Measurement]) -> Table:

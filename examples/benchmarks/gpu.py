@@ -139,9 +139,6 @@ def random_model(shape: Shape) -> Qwen3ForCausalLM:
     return model.eval().requires_grad_(False)
 
 
-# -- check ----------------------------------------------------------------------------------------
-
-
 def check(model: Qwen3ForCausalLM) -> None:
     """Captured and eager steps are the same kernels, so their tokens are the same."""
     requests = [
@@ -179,9 +176,6 @@ def serve(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
             assert output.error is None, output.error
             tokens[output.request_id] += output.token_ids
     return tokens
-
-
-# -- decode steps ---------------------------------------------------------------------------------
 
 
 def measure_steps(
@@ -306,9 +300,6 @@ class StepTimer:
                 for slot in range(self._num_rows)
             ),
         )
-
-
-# -- workloads ------------------------------------------------------------------------------------
 
 
 def measure_workloads(

@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from nanoserve_core.request import Request, StepOutput
 
 
-# -- submitting -----------------------------------------------------------------------------------
-
-
 def test_sink_gets_one_delivery_per_step_with_all_its_requests() -> None:
     sink = RecordingSink()
     requests = [new_request((i,), max_tokens=3) for i in range(5)]
@@ -145,9 +142,6 @@ def test_request_that_the_engine_refuses_fails_alone() -> None:
         assert tokens_in(served) == hashed_tokens(good)
 
 
-# -- cancelling -----------------------------------------------------------------------------------
-
-
 def test_cancelled_request_ends_with_abort_and_others_go_on() -> None:
     with running(before_step=(hold := Hold(at_step=3))) as thread:
         sink = RecordingSink()
@@ -215,9 +209,6 @@ def test_sink_that_raises_loses_its_requests_and_nobody_elses(
     assert ("disk full" in caplog.text) == (broken == "deliver")
 
 
-# -- calls ----------------------------------------------------------------------------------------
-
-
 def test_call_runs_between_steps_on_the_engine_thread() -> None:
     def look(engine: FakeEngine) -> tuple[FakeEngine, str]:
         return engine, threading.current_thread().name
@@ -242,9 +233,6 @@ def test_call_from_the_engine_thread_runs_at_once() -> None:
         steps = thread.call(lambda engine: thread.call(lambda same: same is engine))
 
     assert steps is True
-
-
-# -- death ----------------------------------------------------------------------------------------
 
 
 def test_dead_engine_fails_every_waiting_caller_with_the_cause() -> None:
@@ -299,9 +287,6 @@ def test_engine_that_loses_a_request_dies_instead_of_hanging() -> None:
 
     with running(Forgetful()) as thread, pytest.raises(EngineDead, match="lost"):
         next(thread.stream(new_request()))
-
-
-# -- closing --------------------------------------------------------------------------------------
 
 
 def test_close_fails_waiting_callers_and_closes_the_engine_on_its_thread() -> None:

@@ -68,9 +68,6 @@ def engines(loader: Loader) -> EngineRegistry:
     return EngineRegistry(loader)
 
 
-# -- sharing --------------------------------------------------------------------------------------
-
-
 def test_same_model_gives_the_same_engine(engines: EngineRegistry, loader: Loader) -> None:
     with engines.acquire("org/model") as first, engines.acquire("org/model") as second:
         assert first.thread is second.thread
@@ -136,9 +133,6 @@ def test_handle_shows_the_engines_facts(engines: EngineRegistry) -> None:
         assert handle.model_name == "org/model"
 
 
-# -- options --------------------------------------------------------------------------------------
-
-
 def test_other_options_for_a_loaded_model_are_refused_showing_both(engines: EngineRegistry) -> None:
     with engines.acquire("org/model", max_num_seqs=8) as handle:
         with pytest.raises(ConfigError, match=r"max_num_seqs=8.*max_num_seqs=9") as refused:
@@ -174,9 +168,6 @@ def test_unknown_option_is_refused_before_anything_loads(
 def test_what_is_no_model_is_refused(engines: EngineRegistry, model: object) -> None:
     with pytest.raises(ConfigError, match="expected a folder"):
         engines.acquire(model)
-
-
-# -- ending ---------------------------------------------------------------------------------------
 
 
 def test_last_close_stops_the_engine(engines: EngineRegistry, loader: Loader) -> None:
@@ -325,9 +316,6 @@ def test_engine_that_died_is_replaced(engines: EngineRegistry, loader: Loader) -
     assert [engine.num_closes for engine in loader.engines] == [1, 1]
 
 
-# -- copying --------------------------------------------------------------------------------------
-
-
 def test_copies_are_the_same_handle(engines: EngineRegistry) -> None:
     with engines.acquire("org/model") as handle:
         assert copy.copy(handle) is handle
@@ -370,9 +358,6 @@ def test_forked_child_loads_its_own_engine(engines: EngineRegistry, loader: Load
     assert os.waitstatus_to_exitcode(status) == 2
     assert handle.thread.is_alive
     handle.close()
-
-
-# -- tokenizers -----------------------------------------------------------------------------------
 
 
 def test_given_tokenizer_is_used_as_it_is(engines: EngineRegistry) -> None:

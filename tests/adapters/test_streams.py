@@ -47,9 +47,6 @@ def num_aborted(thread: EngineThread) -> int:
     return thread.stats().finished_requests.get("abort", 0)
 
 
-# -- threads --------------------------------------------------------------------------------------
-
-
 def test_reader_gets_everything_that_waited_at_once() -> None:
     with running() as thread:
         stream = thread.stream(request := new_request(max_tokens=20))
@@ -211,9 +208,6 @@ async def test_sync_stream_works_in_a_thread_that_runs_an_event_loop() -> None:
         tokens = tokens_in(thread.stream(request := new_request()))
 
     assert tokens == hashed_tokens(request)
-
-
-# -- event loops ----------------------------------------------------------------------------------
 
 
 async def read(stream: AsyncRequestStream) -> list[int]:

@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from nanoserve_core.request import Request
 
 
-# -- FakeEngine -----------------------------------------------------------------------------------
-
-
 def run(engine: FakeEngine, *requests: Request) -> dict[str, list[int]]:
     """Tokens by request, of an engine without a thread."""
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
@@ -107,9 +104,6 @@ def test_closed_fake_engine_refuses() -> None:
         engine.add_request(new_request())
 
 
-# -- tiny models ----------------------------------------------------------------------------------
-
-
 def test_tiny_model_is_the_same_for_a_seed_and_leaves_the_global_generator_alone() -> None:
     import torch
 
@@ -158,9 +152,6 @@ def test_tiny_tokenizer_writes_chatml() -> None:
     assert tokenizer.decode([258, 259, 65], skip_special_tokens=True) == "<think>A"
 
 
-# -- holding and checking -------------------------------------------------------------------------
-
-
 def test_gate_holds_the_engine_until_all_requests_are_there() -> None:
     engine = FakeEngine()
     with running(engine) as thread:
@@ -201,9 +192,6 @@ def test_settle_gives_up_on_an_engine_that_is_never_done() -> None:
             settle(thread, max_steps=10)
 
         stream.close()
-
-
-# -- the contract ---------------------------------------------------------------------------------
 
 
 class PlainAdapter:

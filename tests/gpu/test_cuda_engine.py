@@ -98,9 +98,6 @@ def run(engine: Engine, requests: Sequence[Request]) -> dict[str, tuple[int, ...
     return tokens
 
 
-# -- against the CPU engine -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -140,9 +137,6 @@ def test_greedy_tokens_are_those_of_transformers(shape: str) -> None:
             assert tokens[str(i)] == greedy_tokens(shape, prompt_of(3 + 5 * i, seed=i), 8)
 
 
-# -- captured against eager -----------------------------------------------------------------------
-
-
 def test_captured_steps_give_the_tokens_of_eager_ones_at_every_bucket_edge() -> None:
     edges = sorted({n + d for n in BUCKETS for d in (-1, 0, 1) if 1 <= n + d <= MAX_ROWS})
     with make_engine() as captured, make_engine(enforce_eager=True) as eager:
@@ -165,9 +159,6 @@ def test_filters_come_and_go_without_changing_the_neighbours() -> None:
         together = run(engine, [*filtered, *plain])
 
         assert {request: together[request] for request in alone} == alone
-
-
-# -- rows that share blocks -----------------------------------------------------------------------
 
 
 def tokens_with_aborts(
@@ -219,9 +210,6 @@ def test_a_prefix_that_is_read_once_gives_the_tokens_of_one_read_by_every_row(
             assert (rows._sent_groups != ([], [])) == is_packed  # noqa: SLF001  # as above
             assert_drained(engine)
     assert results[0] == results[1]
-
-
-# -- every schedule -------------------------------------------------------------------------------
 
 
 @settings(max_examples=40)
@@ -308,9 +296,6 @@ def test_a_storm_in_a_small_pool_gives_each_request_its_solo_tokens() -> None:
             assert tokens == (expected[: len(tokens)] if is_aborted else expected)
 
 
-# -- memory ---------------------------------------------------------------------------------------
-
-
 def test_nothing_is_written_outside_the_positions_of_live_rows() -> None:
     lengths = [3, 17, 40, 5, 64]
     with make_engine() as engine:
@@ -370,9 +355,6 @@ def test_closed_engines_give_their_memory_back() -> None:
     torch.cuda.synchronize()
 
     assert torch.cuda.memory_allocated() <= used + (1 << 20)
-
-
-# -- bfloat16 -------------------------------------------------------------------------------------
 
 
 class CapturedDriver(Driver):

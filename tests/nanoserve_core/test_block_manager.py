@@ -60,9 +60,6 @@ def refs(manager: BlockManager, sequence: Sequence) -> list[int]:
     return [manager.ref_count(block_id) for block_id in sequence.block_ids]
 
 
-# -- the pool -------------------------------------------------------------------------------------
-
-
 def test_a_fresh_pool_is_free_in_order_without_references_or_content() -> None:
     manager = BlockManager(5, 4)
 
@@ -115,9 +112,6 @@ def test_freeing_twice_frees_once_and_releasing_a_free_block_is_refused(
     manager.check([])
     with pytest.raises(AssertionError, match="more often than"):
         manager.unhold(0)
-
-
-# -- hashes ---------------------------------------------------------------------------------------
 
 
 def test_hashes_equal_those_of_nano_vllm_for_an_empty_root(new_sequence: NewSequence) -> None:
@@ -173,9 +167,6 @@ def test_a_sequence_is_hashed_once_however_often_it_is_looked_up(new_sequence: N
     run(manager, sequence)
 
     assert len(hashed) == 2
-
-
-# -- lookup ---------------------------------------------------------------------------------------
 
 
 def test_only_full_blocks_are_registered(new_sequence: NewSequence) -> None:
@@ -295,9 +286,6 @@ def test_a_manager_without_prefix_caching_finds_and_registers_nothing(
     assert manager.num_cached_blocks == 0
 
 
-# -- allocation -----------------------------------------------------------------------------------
-
-
 def test_hits_in_use_cost_no_free_block(new_sequence: NewSequence) -> None:
     manager = BlockManager(4, 4)
     first, second = new_sequence(range(10)), new_sequence(range(10))
@@ -397,9 +385,6 @@ def test_taking_a_block_drops_its_entry_unless_that_names_a_twin(
     assert other.block_ids == [2, 1, 0]
     assert entry_without_twin == 0
     assert manager.cached_block(prefix_hash) is None
-
-
-# -- growth and registration ----------------------------------------------------------------------
 
 
 def test_a_table_grows_only_when_the_next_position_needs_a_block(new_sequence: NewSequence) -> None:
@@ -526,9 +511,6 @@ def test_a_child_whose_parent_was_evicted_is_replaced_when_it_is_computed_again(
     assert manager.lookup(new_sequence(range(9))).block_ids == tuple(again.block_ids)
 
 
-# -- blocks that are being computed ---------------------------------------------------------------
-
-
 def test_a_block_in_computation_is_waited_for_until_its_step_is_committed(
     new_sequence: NewSequence,
 ) -> None:
@@ -561,9 +543,6 @@ def test_two_steps_that_compute_one_block_are_both_waited_for(new_sequence: NewS
     assert not manager.lookup(third).is_computing
 
 
-# -- samples of one request -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("num_tokens", "shared", "copy_from"),
     [(9, (0, 1), 2), (8, (0, 1), None), (3, (), 0), (0, (), None)],
@@ -591,9 +570,6 @@ def test_a_leader_without_blocks_or_progress_cannot_be_forked(new_sequence: NewS
 
     assert early is None
     assert manager.fork_prefix(leader, 9) is None
-
-
-# -- changed weights ------------------------------------------------------------------------------
 
 
 def test_after_a_reset_nothing_old_hits_and_free_blocks_keep_no_content(

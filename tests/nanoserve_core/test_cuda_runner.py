@@ -78,9 +78,6 @@ def request_of(number: int, *, length: int = 9, **sampling: Any) -> Request:
     )
 
 
-# -- tokens, whatever the schedule ----------------------------------------------------------------
-
-
 @settings(max_examples=25)
 @given(schedule=st.lists(arrivals(), min_size=1, max_size=7), options=engine_options())
 def test_every_schedule_gives_each_request_its_solo_tokens(
@@ -152,9 +149,6 @@ def assert_solo_tokens_of_cpu(
             assert tokens == (wanted[: len(tokens)] if own[-1].finish_reason == "abort" else wanted)
 
 
-# -- rows that share blocks -----------------------------------------------------------------------
-
-
 def shared_requests(prefix_length: int, num_requests: int, **sampling: Any) -> list[Request]:
     """Two families, of prompts that begin alike, and a stranger in the middle."""
     requests = []
@@ -200,9 +194,6 @@ def test_new_tenants_of_the_same_slots_do_not_keep_the_groups_of_the_old() -> No
             for request in requests:
                 expected = greedy_tokens("gqa", request.prompt_token_ids, 10, ignore_eos=True)
                 assert tokens_of(outputs[request.request_id]) == expected
-
-
-# -- run-ahead ------------------------------------------------------------------------------------
 
 
 def test_two_steps_are_launched_before_the_oldest_is_read() -> None:
@@ -257,9 +248,6 @@ def test_max_tokens_of_one_ends_with_the_prompt() -> None:
         assert_drained(engine)
 
 
-# -- the host's part ------------------------------------------------------------------------------
-
-
 def test_a_row_that_asks_for_logprobs_gets_those_of_the_cpu_engine() -> None:
     requests = [request_of(0, logprobs=3, prompt_logprobs=2), request_of(1)]
     with make_engine() as engine, make_cpu_engine() as cpu:
@@ -302,9 +290,6 @@ def test_steps_without_wishes_do_not_pass_the_host_sampler() -> None:
 
         assert num_plain == 0
         assert runner.num_eager_steps == 3  # until the minimum is reached
-
-
-# -- the runner alone -----------------------------------------------------------------------------
 
 
 def test_logits_of_hand_made_plans_are_those_of_transformers() -> None:

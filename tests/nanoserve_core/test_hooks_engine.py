@@ -131,9 +131,6 @@ class Observer(Log):
         self.note("shutdown", stats=stats)
 
 
-# -- start and end --------------------------------------------------------------------------------
-
-
 def test_hook_configure() -> None:
     class Plugin(Log):
         @hookimpl
@@ -294,9 +291,6 @@ def test_hook_sampler() -> None:
     assert tokens_of(outputs["a"]) == (int(logits.topk(2).indices[1]),)
 
 
-# -- submit ---------------------------------------------------------------------------------------
-
-
 def test_hook_cache_namespace() -> None:
     class Tenants:
         @hookimpl
@@ -398,9 +392,6 @@ def test_hook_stop_checker() -> None:
     assert [call["tokens"] for call in plugin.of("check")] == [
         list(EXPECTED[:n]) for n in (1, 2, 3)
     ]
-
-
-# -- observers ------------------------------------------------------------------------------------
 
 
 def test_hook_request_scheduled() -> None:
@@ -589,8 +580,6 @@ def test_guide_to_plugins_runs_as_written() -> None:
 
     assert names["watcher"].worst_seconds > 0
 
-
-# -- run-ahead: tokens that the host does not know yet --------------------------------------------
 
 AHEAD = [
     {"repetition_penalty": 1.8},

@@ -80,9 +80,6 @@ def namespace(manager: PluginManager) -> str | None:
     return result
 
 
-# -- registration ---------------------------------------------------------------------------------
-
-
 def test_table_is_empty_without_plugins() -> None:
     manager = PluginManager([], allowed=())
 
@@ -282,9 +279,6 @@ def test_unknown_plugin_cannot_leave() -> None:
         PluginManager([Steps()], allowed=()).unregister(Steps())
 
 
-# -- order and results ----------------------------------------------------------------------------
-
-
 def test_first_result_counts_and_the_last_registered_is_asked_first() -> None:
     calls: list[str | None] = []
     plugins = [Namespace("a", calls), Namespace("b", calls), Namespace(None, calls)]
@@ -322,9 +316,6 @@ def test_results_that_are_not_none_are_collected_in_calling_order() -> None:
     answers = manager.collect(manager.hooks.cache_namespace or (), request="a request")
 
     assert answers == ["c", "a"]
-
-
-# -- failures -------------------------------------------------------------------------------------
 
 
 def test_observer_that_raises_is_logged_once_counted_and_switched_off(
@@ -429,9 +420,6 @@ def test_attempt_gives_the_result_or_the_exception() -> None:
     assert attempt(fails) == (None, error)
 
 
-# -- start ----------------------------------------------------------------------------------------
-
-
 class Configured:
     """Notes its configuration; may raise."""
 
@@ -485,8 +473,6 @@ def test_plugin_with_a_hook_of_the_start_comes_too_late_afterwards() -> None:
     with pytest.raises(PluginError, match="nanoserve_sampler, which the engine has read already"):
         manager.register(Sampling())
 
-
-# -- installed plugins ----------------------------------------------------------------------------
 
 MODULE = """
 from nanoserve_core.hookspecs import hookimpl

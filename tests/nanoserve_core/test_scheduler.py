@@ -91,9 +91,6 @@ def assert_solo(loop: EngineLoop, sequences: Iterable[Sequence]) -> None:
         assert (sequence.token_ids, sequence.finish_reason) == expected
 
 
-# -- one sequence ---------------------------------------------------------------------------------
-
-
 def test_a_sequence_waits_runs_and_finishes(new_request: RequestFactory) -> None:
     loop, (sequence,) = make_loop(), new_request(range(6), max_tokens=2)
     seen = [sequence.status]
@@ -163,9 +160,6 @@ def test_any_block_size_gives_the_same_tokens(block_size: int, new_request: Requ
     loop.run()
 
     assert_solo(loop, [group[0] for group in groups])
-
-
-# -- endings --------------------------------------------------------------------------------------
 
 
 def test_a_sequence_ends_at_an_end_of_sequence_id_unless_it_ignores_it(
@@ -249,9 +243,6 @@ def test_a_sequence_may_use_the_whole_pool_and_one_token_more(new_request: Reque
     assert_solo(loop, sequences)
 
 
-# -- admission ------------------------------------------------------------------------------------
-
-
 def test_admission_is_first_come_first_served_within_a_priority(
     new_request: RequestFactory,
 ) -> None:
@@ -316,9 +307,6 @@ def test_admission_leaves_the_watermark_free_unless_nothing_runs(
     assert ranges(step(loop)) == [(1, 0, 1), (2, 0, 1)]
 
 
-# -- chunks and mixed steps -----------------------------------------------------------------------
-
-
 def test_prompts_are_computed_in_chunks_within_the_budget(new_request: RequestFactory) -> None:
     loop = make_loop(max_num_batched_tokens=6)
     long, short = new_request(range(15), 1), new_request([0, 1, 2, 3, 99], 1)
@@ -350,9 +338,6 @@ def test_running_sequences_get_a_token_in_each_step_while_a_long_prompt_is_compu
     assert [plan.num_tokens for plan in plans] == [8] * 10
     assert [stream[0].num_output_tokens for stream in streams] == [11] * 3
     assert [plan.seqs[3].samples for plan in plans] == [False] * 9 + [True]
-
-
-# -- sharing --------------------------------------------------------------------------------------
 
 
 def test_twins_in_one_step_are_computed_once(new_request: RequestFactory) -> None:
@@ -489,9 +474,6 @@ def test_two_identical_prompts_survive_the_reuse_of_all_free_blocks(
     assert_solo(loop, [*twins[0], *twins[1], *third])
 
 
-# -- n samples ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("caching", [True, False])
 def test_the_prompt_of_several_samples_is_computed_once(
     caching: bool, new_request: RequestFactory
@@ -535,9 +517,6 @@ def test_samples_left_over_when_sample_0_has_ended_are_admitted_as_others_are(
 
     assert_solo(loop, samples)
     assert loop.scheduler.stats().num_prefill_tokens == 10 + 2 + 2  # whole blocks are found again
-
-
-# -- preemption -----------------------------------------------------------------------------------
 
 
 def test_the_sequence_with_the_least_work_to_lose_is_preempted(new_request: RequestFactory) -> None:
@@ -675,9 +654,6 @@ def test_shortage_waits_for_blocks_that_drain_before_it_preempts(
     assert loop.scheduler.stats().num_preemptions == 0
 
 
-# -- run-ahead ------------------------------------------------------------------------------------
-
-
 def test_a_step_made_before_the_last_is_committed_leaves_its_token_to_the_device(
     new_request: RequestFactory,
 ) -> None:
@@ -798,9 +774,6 @@ def test_a_victim_with_launched_steps_keeps_the_tokens_they_bring(
     assert_solo(loop, [*first, *second])
 
 
-# -- abort ----------------------------------------------------------------------------------------
-
-
 def test_an_abort_while_the_last_chunk_is_launched_delivers_nothing(
     new_request: RequestFactory,
 ) -> None:
@@ -861,9 +834,6 @@ def test_many_aborts_behind_a_blocked_head_leave_nothing_behind(
     assert loop.scheduler.num_waiting == 0
 
 
-# -- logprobs of the prompt -----------------------------------------------------------------------
-
-
 def test_prompt_logprobs_are_computed_without_hits_for_all_positions_but_the_last(
     new_request: RequestFactory,
 ) -> None:
@@ -900,9 +870,6 @@ def test_a_request_for_prompt_logprobs_alone_is_computed_and_its_token_dropped(
     assert not loop.scheduler.has_unfinished
 
 
-# -- changed weights ------------------------------------------------------------------------------
-
-
 def test_after_changed_weights_nothing_computed_before_is_found(
     new_request: RequestFactory,
 ) -> None:
@@ -922,9 +889,6 @@ def test_after_changed_weights_nothing_computed_before_is_found(
     assert (waits[0].num_cached_tokens, new[0].num_cached_tokens) == (0, 8)
     assert loop.finished[-2].num_cached_tokens == 0
     assert_solo(loop, [*waits, *new, loop.finished[-2]])
-
-
-# -- what the engine is told ----------------------------------------------------------------------
 
 
 def test_events_and_counters_tell_first_admissions_and_preemptions_apart(

@@ -95,8 +95,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_admissions: Counter[int] = Counter()
         self.num_preemptions: Counter[int] = Counter()
 
-    # -- what callers do --------------------------------------------------------------------------
-
     @rule(
         prompt=prompts,
         max_tokens=st.sampled_from([1, 4, 10, 20]),
@@ -143,8 +141,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.blocks.num_cached_blocks == 0
         assert all(self.blocks.prefix_hash(i) is None for i in range(self.blocks.num_blocks))
 
-    # -- what the engine does ---------------------------------------------------------------------
-
     @precondition(lambda self: len(self.device.in_flight) < self.max_in_flight)
     @rule()
     def launch(self) -> None:
@@ -182,8 +178,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.device.in_flight:
                 self.collect(None)
             self.books_agree()
-
-    # -- what must hold ---------------------------------------------------------------------------
 
     @invariant()
     def books_agree(self) -> None:
