@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _HF_MODULE = "transformers.models.qwen3.modeling_qwen3"
 _CAPTURE_HOOKS = "transformers.utils.output_capturing"
+_GRADIENT_HOOK = ("transformers.modeling_utils", "make_inputs_require_grads")
 _PLAIN_TYPES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -213,8 +214,14 @@ def _reasons_of_child(name: str, child: nn.Module) -> Iterator[str]:
     if type(child) not in _PLAIN_TYPES and _stock_class(child) is None:
         yield f"{name} is a {type(child).__module__}.{type(child).__qualname__}"
     hooks = [*child._forward_hooks.values(), *child._forward_pre_hooks.values()]  # noqa: SLF001  torch has no reader
-    if any(getattr(hook, "__module__", None) != _CAPTURE_HOOKS for hook in hooks):
+    if not all(map(_changes_no_output, hooks)):
         yield f"{name} has forward hooks"
+
+
+def _changes_no_output(hook: object) -> bool:
+    """True for transformers' own hooks that keep outputs or mark them as needing gradients."""
+    module, name = getattr(hook, "__module__", None), getattr(hook, "__name__", None)
+    return module == _CAPTURE_HOOKS or (module, name) == _GRADIENT_HOOK
 
 
 def _reasons_of_tensors(module: nn.Module) -> Iterator[str]:

@@ -453,3 +453,11 @@ def attributes_of(model: nn.Module) -> list[dict[str, object]]:
         {name: value for name, value in each.__dict__.items() if not name.startswith("_")}
         for each in model.modules()
     ]
+
+
+def test_gradient_checkpointing_leaves_a_model_eligible() -> None:
+    model = random_model()
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+
+    assert ineligible_reason(model) is None
