@@ -82,7 +82,7 @@ def show_generate(model_path: str, console: Console) -> None:
     same = "identical" if torch.equal(plain, served) else "DIFFERENT"
     table.add_row("hf_generate_shim installed", f"{served_seconds:.2f}", same)
     console.print(table)
-    console.print(f"calls by path: {counters}")
+    console.print(f"calls by path: {counters.fast} fast, {counters.fallback} by transformers' loop")
     for text in tokenizer.batch_decode(served[:3], skip_special_tokens=True):
         console.print(f"  [italic]{text!r}")
 

@@ -47,7 +47,7 @@ def main() -> None:
             calls = [pool.submit(model.generate, **single, **options) for _ in range(16)]
             answers = [call.result() for call in calls]
         print("16 threads agree:", all(torch.equal(answer, answers[0]) for answer in answers))
-        print("peak batch:", handle.stats().peak_batch, "| calls by path:", handle.counters)
+        print("peak batch:", handle.stats().peak_batch, "| fast calls:", handle.counters.fast)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ measures them and never written back here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from nanoserve_core.errors import ConfigError
+from nanoserve_core.options import refuse_unknown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -113,16 +113,7 @@ class EngineConfig:
         cls, **options: Any
     ) -> EngineConfig:  # Any: each option is checked by the constructor
         """Like the constructor, but an unknown name raises `ConfigError` with the nearest one."""
-        known = [f.name for f in fields(cls)]
-        for name, value in options.items():
-            if name not in known:
-                close = get_close_matches(name, known, n=1)
-                hint = (
-                    f"Did you mean {close[0]!r}?"
-                    if close
-                    else f"Known options: {', '.join(known)}."
-                )
-                raise ConfigError(f"{name}={value!r} is not an engine option. {hint}")
+        refuse_unknown(options, (f.name for f in fields(cls)), kind="an engine")
         return cls(**options)
 
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from nanoserve_core.errors import ConfigError
+from nanoserve_core.options import refuse_unknown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -76,16 +76,7 @@ class SamplingParams:
         cls, **options: Any
     ) -> SamplingParams:  # Any: each option is checked by the constructor
         """Like the constructor, but an unknown name raises `ConfigError` with the nearest one."""
-        known = [f.name for f in fields(cls)]
-        for name, value in options.items():
-            if name not in known:
-                close = get_close_matches(name, known, n=1)
-                hint = (
-                    f"Did you mean {close[0]!r}?"
-                    if close
-                    else f"Known options: {', '.join(known)}."
-                )
-                raise ConfigError(f"{name}={value!r} is not a sampling option. {hint}")
+        refuse_unknown(options, (f.name for f in fields(cls)), kind="a sampling")
         return cls(**options)
 
     def replace(self, **changes: Any) -> SamplingParams:  # Any: as the constructor
