@@ -109,6 +109,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="*", default=QUICK_ROWS)
     parser.add_argument("--workloads", nargs="*", choices=GPU_WORKLOADS, default=QUICK_WORKLOADS)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--temperature", type=float, default=0.6, help="of the workloads")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds, of the whole run")
     parser.add_argument("--quick", action="store_true", help="one repeat, 95 seconds")
     parser.add_argument("--no-check", action="store_true")
@@ -321,20 +322,26 @@ def measure_workloads(
                 num_shared=SHARED_PREFIX.get(name, 0),
             )
             if clock.has(2 * floor / FLOOR_SHARE_GUESS + 3, name):
-                yield measure_workload(engine, name, workload, floor, args.repeats, clock)
+                yield measure_workload(engine, name, workload, floor, args, clock)
 
 
 def measure_workload(
-    engine: Engine, name: str, workload: Workload, floor: float, num_repeats: int, clock: Clock
+    engine: Engine,
+    name: str,
+    workload: Workload,
+    floor: float,
+    args: argparse.Namespace,
+    clock: Clock,
 ) -> Figure:
     """The median of the repeats that fit; the first run compiles and captures."""
     seconds: list[float] = []
     vocab_size = MAX_ID + 1
-    timed(lambda: serve(engine, requests_of(workload.with_repeat(0, vocab_size))))
-    for repeat in range(1, num_repeats + 1):
+    first = requests_of(workload.with_repeat(0, vocab_size), args.temperature)
+    timed(lambda: serve(engine, first))
+    for repeat in range(1, args.repeats + 1):
         if seconds and not clock.has(seconds[-1], f"{name}, repeat {repeat}"):
             break
-        requests = requests_of(workload.with_repeat(repeat, vocab_size))
+        requests = requests_of(workload.with_repeat(repeat, vocab_size), args.temperature)
         seconds.append(timed(lambda requests=requests: serve(engine, requests)))
     stats = engine.stats()
     return Figure(
@@ -346,14 +353,14 @@ def measure_workload(
     )
 
 
-def requests_of(workload: Workload) -> list[Request]:
-    """Greedy requests of exact lengths."""
+def requests_of(workload: Workload, temperature: float) -> list[Request]:
+    """Requests of exact lengths."""
     return [
         Request(
             request_id=str(number),
             prompt_token_ids=tuple(prompt),
             sampling=SamplingParams(
-                temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False
+                temperature=temperature, max_tokens=output_len, ignore_eos=True, detokenize=False
             ),
         )
         for number, (prompt, output_len) in enumerate(
