@@ -48,7 +48,9 @@ class Ending:
 
     def info(self, model_name: str) -> dict[str, Any]:  # Any: strings and numbers
         """Entries of ``generation_info``, and so of ``response_metadata``. ``ttft_s``: seconds from
-        submission to the first token; ``queue_s``: from submission to the first step.
+        submission to the first token; ``queue_s``: from submission to the first step;
+        ``batch_peak``: most rows of a step it ran in; ``stop_reason``: the stop string or id that
+        ended it, when one did.
         """
         info: dict[str, Any] = {
             "finish_reason": str(self.finish_reason),
@@ -75,7 +77,10 @@ def ending_of(output: RequestOutput, index: int) -> Ending:
 
 
 def _times(metrics: RequestMetrics) -> dict[str, Any]:  # Any: numbers
-    times: dict[str, Any] = {"cached_tokens": metrics.num_cached_tokens}
+    times: dict[str, Any] = {
+        "cached_tokens": metrics.num_cached_tokens,
+        "batch_peak": metrics.peak_batch,
+    }
     if metrics.first_token_time is not None:
         times["ttft_s"] = metrics.first_token_time - metrics.arrival_time
     if metrics.first_scheduled_time is not None:

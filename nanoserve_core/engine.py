@@ -18,6 +18,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nanoserve_core.batch_sizes import BatchSizes
 from nanoserve_core.block_manager import BlockManager
 from nanoserve_core.config import EngineConfig
 from nanoserve_core.engine_stats import EngineStats
@@ -115,6 +116,7 @@ class Engine:
         self._num_stop_checks = 0  # unfinished requests with one; without any, no row is asked
         self._in_flight: deque[_Launched] = deque()
         self._ready: list[StepOutput] = []
+        self._batch_sizes = BatchSizes()
         self._seeds = random.Random(config.seed)
         self._sequence_ids, self._arrivals = count(), count()
         self._finished_requests: Counter[FinishReason] = Counter()
@@ -315,6 +317,7 @@ class Engine:
             self._note_events(events)
             if plan is None:
                 return
+            self._batch_sizes.add(len(plan.seqs))
             start_time = time.monotonic()
             launched = _Launched(
                 plan,
@@ -334,7 +337,7 @@ class Engine:
             (a.sequence, a.num_cached_tokens) for a in events.admitted
         ):
             state = self._requests[sequence.request.request_id]
-            state.note_admission(now, num_cached_tokens)
+            state.note_admission(now, self._batch_sizes.num_steps, num_cached_tokens)
             if hooks.request_scheduled is not None:
                 self._plugins.observe(
                     hooks.request_scheduled,
@@ -452,7 +455,7 @@ class Engine:
         now = time.monotonic()
         state.note_output(now, index, finish_reason)
         is_last = state.is_finished
-        metrics = state.metrics(now) if is_last else None
+        metrics = state.metrics(now, self._batch_sizes) if is_last else None
         self._ready.append(
             StepOutput(
                 request_id=state.request.request_id,

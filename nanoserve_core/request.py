@@ -175,6 +175,8 @@ class RequestMetrics:
     finished_time: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    peak_batch: int = 0
+    """Most rows in one step since it was first scheduled; 0 when it never was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from nanoserve_core.request import FinishReason, RequestMetrics
 if TYPE_CHECKING:
     from collections.abc import Sequence as ListOf
 
+    from nanoserve_core.batch_sizes import BatchSizes
     from nanoserve_core.request import PositionLogprobs, Request, Sequence
 
 
@@ -20,6 +21,8 @@ class RequestState:
         self.sequences = sequences
         self.arrival_time = arrival_time
         self.num_preemptions = 0
+        self.first_step: int | None = None
+        """Number of the first step that ran it, by `BatchSizes`' count."""
         self._num_cached_tokens = 0
         self._first_scheduled_time: float | None = None
         self._first_token_time: float | None = None
@@ -46,9 +49,10 @@ class RequestState:
         """True while sample ``index`` has not ended."""
         return index not in self._finish_reasons
 
-    def note_admission(self, now: float, num_cached_tokens: int) -> None:
+    def note_admission(self, now: float, step: int, num_cached_tokens: int) -> None:
         """A sample was admitted for the first time."""
         if self._first_scheduled_time is None:
+            self.first_step = step
             self._first_scheduled_time = now
             self._num_cached_tokens = num_cached_tokens
 
@@ -74,7 +78,7 @@ class RequestState:
         taken, self._prompt_logprobs = tuple(self._prompt_logprobs), None
         return taken
 
-    def metrics(self, now: float) -> RequestMetrics:
+    def metrics(self, now: float, sizes: BatchSizes) -> RequestMetrics:
         """Times and counts, for a request that ends now."""
         return RequestMetrics(
             arrival_time=self.arrival_time,
@@ -83,6 +87,7 @@ class RequestState:
             finished_time=now,
             num_cached_tokens=self._num_cached_tokens,
             num_preemptions=self.num_preemptions,
+            peak_batch=0 if self.first_step is None else sizes.largest_since(self.first_step),
         )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from langchain_core.callbacks import get_usage_metadata_callback
-from langchain_core.messages import HumanMessage, SystemMessage, trim_messages
+from langchain_core.messages import AIMessageChunk, HumanMessage, SystemMessage, trim_messages
 from langchain_core.tools import tool
 
 from nanoserve_adapters.testing import AdmissionGate
@@ -28,6 +28,32 @@ def test_answer_has_usage_reason_name_and_times(real: RealDoor) -> None:
     assert metadata["model_name"] == "tiny"
     assert metadata["model_provider"] == "nanoserve"
     assert metadata["ttft_s"] >= metadata["queue_s"] >= 0
+
+
+def test_answers_and_last_chunks_say_how_large_their_batch_was(real: RealDoor) -> None:
+    chat = real.chat(max_tokens=5)
+
+    async def last_chunk(prompt: str) -> AIMessageChunk:
+        return [chunk async for chunk in chat.astream(prompt)][-1]
+
+    async def both() -> list[Any]:
+        streams = [last_chunk(f"s{number}") for number in range(3)]
+        return await asyncio.gather(chat.abatch(["a", "b", "c"]), *streams)
+
+    with AdmissionGate(real.thread, 6):
+        answers, *chunks = asyncio.run(both())
+
+    assert [m.response_metadata["batch_peak"] for m in (*answers, *chunks)] == [6] * 6
+    assert chat.invoke("alone").response_metadata["batch_peak"] == 1
+
+
+def test_stop_string_is_named_in_answers_and_last_chunks(fake: FakeDoor) -> None:
+    chat = fake.chat(stop=["lo"])
+
+    *_, last = chat.stream("hi")
+
+    assert chat.invoke("hi").response_metadata["stop_reason"] == "lo"
+    assert last.response_metadata["stop_reason"] == "lo"
 
 
 def test_second_branch_reads_the_common_prefix_from_the_cache(real: RealDoor) -> None:

@@ -145,6 +145,19 @@ def test_the_same_whole_block_prompt_computes_one_token_the_second_time(engine: 
     assert metrics.num_cached_tokens == 7
 
 
+def test_each_request_is_told_the_largest_batch_it_ran_in(engine: Engine) -> None:
+    alone = run(engine, request("alone", prompt_of(5)))["alone"]
+    together = run(
+        engine, *(request(f"r{n}", prompt_of(4 + n), max_tokens=4 * (n + 1)) for n in range(3))
+    )
+    afterwards = run(engine, request("after", prompt_of(6)))["after"]
+
+    peaks = [o.metrics.peak_batch for news in together.values() for o in news if o.metrics]
+    assert peaks == [3, 3, 3]
+    for news in (alone, afterwards):
+        assert [o.metrics.peak_batch for o in news if o.metrics] == [1]
+
+
 def test_a_prefix_hit_gives_the_tokens_of_an_uncached_run(engine: Engine) -> None:
     prefix = prompt_of(21)
     run(engine, request("first", prefix + prompt_of(5, seed=1)))

@@ -52,6 +52,13 @@ class _Sample:
     index: int
     token_ids: list[int]
     arrival_time: float
+    first_step: int | None = None
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+
+    def note_step(self, number: int) -> None:
+        if self.first_step is None:
+            self.first_step, self.first_scheduled_time = number, time.monotonic()
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -147,6 +154,8 @@ class FakeEngine:
         """One new token for each running sample."""
         self._require_open()
         batch = self._samples[: self.config.max_num_seqs]
+        for sample in batch:
+            sample.note_step(len(self.batch_sizes))
         self.batch_sizes.append(len(batch))
         if self.before_step is not None:
             self.before_step(len(self.batch_sizes))
@@ -201,6 +210,7 @@ class FakeEngine:
         try:
             token = self.next_token(sample.request, sample.index, sample.token_ids)
             sample.token_ids.append(token)
+            sample.first_token_time = sample.first_token_time or time.monotonic()
             self._generated_tokens += 1
             reason = self._finish_reason(sample, token)
         except Exception as error:  # noqa: BLE001 - as in the engine: the failure of one request
@@ -242,7 +252,14 @@ class FakeEngine:
         if is_last:
             self._finished[str(reason)] += 1
         now = time.monotonic()
-        metrics = RequestMetrics(arrival_time=sample.arrival_time, finished_time=now)
+        sizes = [] if sample.first_step is None else self.batch_sizes[sample.first_step :]
+        metrics = RequestMetrics(
+            arrival_time=sample.arrival_time,
+            first_scheduled_time=sample.first_scheduled_time,
+            first_token_time=sample.first_token_time,
+            finished_time=now,
+            peak_batch=max(sizes, default=0),
+        )
         outputs.append(
             StepOutput(
                 request_id=request_id,
