@@ -118,6 +118,16 @@ def rule_reasons(call: SampleCall, draft: SamplingDraft, rules: StopRules) -> li
                 way_out="Set pad_token_id.",
             )
         )
+    if rules.stop_strings is not None and call.num_rows > 1 and not rules.has_eos_criterion:
+        reasons.append(
+            Unsupported(
+                option="stop_strings",
+                value=rules.stop_strings.stop_strings,
+                because="ends each row by itself, and without an end-of-sequence id transformers "
+                "lets a row run on until all have stopped",
+                way_out="Pass eos_token_id too (-1 for one that never comes).",
+            )
+        )
     forbidden = {token_id for token_id in draft.min_tokens_ids if 0 <= token_id < draft.vocab_size}
     if draft.min_tokens and forbidden != set(rules.known_eos_ids(draft.vocab_size)):
         reasons.append(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from transformers.generation import stopping_criteria as hf
 
+from hf_generate_shim.stop_strings import StopStrings
 from nanoserve_adapters.unsupported import Unsupported
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class StopRules:
     has_eos_criterion: bool = False
     """transformers writes pads after the end of a row only then."""
     time_limit: TimeLimit | None = None
+    stop_strings: StopStrings | None = None
 
     def known_eos_ids(self, vocab_size: int) -> list[int]:
         """The ids that end a row, without those that can never be sampled."""
@@ -62,20 +64,13 @@ class StopRules:
         return max(1, math.ceil(self.max_length - width))
 
 
-def read_criteria(
-    criteria: Iterable[object],
-    rules: StopRules,
-    generation_config: HFObject,
-) -> list[Unsupported]:
-    """Fill ``rules`` from the criteria.
-
-    Returns why some could not be translated; ``generation_config`` is only read for the messages.
-    """
+def read_criteria(criteria: Iterable[object], rules: StopRules) -> list[Unsupported]:
+    """Fill ``rules`` from the criteria. Returns why some could not be translated."""
     reasons = []
     for criterion in criteria:
         rules.has_eos_criterion |= hasattr(criterion, "eos_token_id")  # transformers' own test
         if not _read(criterion, rules):
-            reasons.append(_unsupported(criterion, generation_config))
+            reasons.append(_unsupported(criterion))
     if math.isinf(rules.max_length):
         reasons.append(
             Unsupported(
@@ -99,18 +94,14 @@ def _read(criterion: HFObject, rules: StopRules) -> bool:
     if type(criterion) is hf.MaxTimeCriteria and rules.time_limit is None:
         rules.time_limit = TimeLimit(criterion.initial_timestamp, criterion.max_time)
         return True
+    if type(criterion) is StopStrings and rules.stop_strings is None:
+        rules.stop_strings = criterion
+        return True
     return False
 
 
-def _unsupported(criterion: object, generation_config: HFObject) -> Unsupported:
+def _unsupported(criterion: object) -> Unsupported:
     name = type(criterion).__name__
-    if type(criterion) is hf.StopStringCriteria:
-        return Unsupported(
-            option="stop_strings",
-            value=generation_config.stop_strings,
-            because="does not match text for this door yet",
-            way_out="Pass eos_token_id, or leave stop_strings out to use the engine.",
-        )
     return Unsupported(
         option="stopping_criteria",
         value=name,

@@ -80,7 +80,7 @@ def decide(call: SampleCall, *, max_model_len: int, has_user_cache: bool) -> Rou
     )
     rules = StopRules()
     reasons += read_processors(call.logits_processor, draft, call.generation_config)
-    reasons += read_criteria(call.stopping_criteria, rules, call.generation_config)
+    reasons += read_criteria(call.stopping_criteria, rules)
     reasons += rule_reasons(call, draft, rules)
     if not reasons:
         reasons = length_reasons(call, prompts, rules, max_model_len)
@@ -106,6 +106,7 @@ def _fast(call: SampleCall, draft: SamplingDraft, rules: StopRules) -> Route:
         sampling=sampling,
         pad_token_id=pad,
         time_limit=rules.time_limit,
+        stop_strings=rules.stop_strings,
         output_logits=call.wants_logits or (call.wants_scores and scores_are_logits),
         output_scores=call.wants_scores and not scores_are_logits,
     )

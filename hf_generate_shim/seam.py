@@ -1,8 +1,11 @@
-"""The seam: `_sample` and `generate` of `Qwen3ForCausalLM`, patched while a model is installed.
+"""The seam: methods of `Qwen3ForCausalLM`, patched while a model is installed.
 
 transformers looks the decoding loop up on the class (``type(self)._sample``), so the class is where
 it can be replaced; which instances are served is kept in a weak table outside of them. Copies,
 pickles and subclasses of a model are therefore untouched, and no attribute of a model changes.
+
+`_sample` is the loop, `generate` what stands around it, and `_get_stopping_criteria` where
+transformers would spend a second on each new stop string.
 
 This is the one place of the project that patches somebody else's class. It does so on request, and
 puts back what it found when the last model is uninstalled.
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING
 from transformers import Qwen3ForCausalLM
 
 from hf_generate_shim.call import HFObject, SampleCall
+from hf_generate_shim.stop_strings import light_criteria
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,6 +67,7 @@ class Seam:
             if not self._patches:
                 self._patch("generate", _patched_generate)
                 self._patch("_sample", _patched_sample)
+                self._patch("_get_stopping_criteria", _patched_criteria)
             self._served[model] = handle
             weakref.finalize(model, self._restore_if_unused).atexit = False
             return handle
@@ -134,6 +139,23 @@ def _patched_sample(seam: Seam, original: Callable[..., HFObject]) -> Callable[.
         return handle.sample(call, run_original)
 
     return _sample
+
+
+def _patched_criteria(seam: Seam, original: Callable[..., HFObject]) -> Callable[..., HFObject]:
+    @functools.wraps(original)
+    def _get_stopping_criteria(
+        self: nn.Module,
+        generation_config: HFObject,
+        stopping_criteria: HFObject,
+        tokenizer: HFObject = None,
+        **kwargs: HFObject,
+    ) -> HFObject:
+        build = functools.partial(original, self, **kwargs)
+        if seam.handle_of(self) is None:
+            return build(generation_config, stopping_criteria, tokenizer=tokenizer)
+        return light_criteria(build, generation_config, stopping_criteria, tokenizer)
+
+    return _get_stopping_criteria
 
 
 QWEN3 = Seam(Qwen3ForCausalLM)

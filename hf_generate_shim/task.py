@@ -11,6 +11,8 @@ from nanoserve_core.request import Request
 
 if TYPE_CHECKING:
     from hf_generate_shim.criteria import TimeLimit
+    from hf_generate_shim.stop_strings import StopStrings
+    from nanoserve_core.request import StopCheck
     from nanoserve_core.sampling_params import SamplingParams
 
 _REQUESTS = 2**32
@@ -28,6 +30,7 @@ class Task:
     pad_token_id: int | None
     """What fills a row after its end."""
     time_limit: TimeLimit | None = None
+    stop_strings: StopStrings | None = None
     output_logits: bool = False
     output_scores: bool = False
 
@@ -80,11 +83,22 @@ def _request(
         request_id=request_id,
         prompt_token_ids=prompt,
         sampling=task.sampling.replace(n=n, seed=seed),
-        should_stop=task.time_limit,
+        should_stop=_stop_check(task, prompt),
         output_logits=task.output_logits,
         output_scores=task.output_scores,
         metadata={"source": "hf_generate_shim"},
     )
+
+
+def _stop_check(task: Task, prompt: tuple[int, ...]) -> StopCheck | None:
+    time_limit, strings = task.time_limit, task.stop_strings
+    if strings is None:
+        return time_limit
+    is_stopped = strings.after(prompt)
+    if time_limit is None:
+        return is_stopped
+    # The time first: it also notes how far the row had come when it was up.
+    return lambda index, token_ids: time_limit(index, token_ids) or is_stopped(index, token_ids)
 
 
 def _derive(seed: int | None, place: int) -> int | None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from hf_generate_shim import Handle
 
+PATCHED = ("generate", "_sample", "_get_stopping_criteria")
+
 
 @pytest.fixture
 def model() -> Qwen3ForCausalLM:
@@ -35,7 +37,7 @@ def handle(model: Qwen3ForCausalLM) -> Iterator[Handle]:
 @pytest.fixture(autouse=True)
 def class_is_restored() -> Iterator[None]:
     """No test leaves transformers' class patched (but module-wide fixtures may have)."""
-    before = {name: vars(Qwen3ForCausalLM).get(name) for name in ("generate", "_sample")}
+    before = {name: vars(Qwen3ForCausalLM).get(name) for name in PATCHED}
     yield
-    after = {name: vars(Qwen3ForCausalLM).get(name) for name in ("generate", "_sample")}
+    after = {name: vars(Qwen3ForCausalLM).get(name) for name in PATCHED}
     assert after == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ from transformers.generation.stopping_criteria import (
 )
 
 from hf_generate_shim.criteria import StopRules, TimeLimit, read_criteria
-
-CONFIG = SimpleNamespace(stop_strings=["a"])
 
 
 class StopNow(StoppingCriteria):
@@ -35,7 +32,7 @@ class LongerThan(MaxLengthCriteria):
 def read(*criteria: object) -> tuple[StopRules, list[str]]:
     """The rules and the options that were refused."""
     rules = StopRules()
-    reasons = read_criteria(criteria, rules, CONFIG)
+    reasons = read_criteria(criteria, rules)
     return rules, [reason.option for reason in reasons]
 
 
@@ -67,7 +64,7 @@ def test_missing_upper_limit_is_refused() -> None:
 def test_foreign_criterion_is_refused_by_its_class(criterion: StoppingCriteria) -> None:
     rules = StopRules()
 
-    (reason,) = read_criteria([MaxLengthCriteria(9), criterion], rules, CONFIG)
+    (reason,) = read_criteria([MaxLengthCriteria(9), criterion], rules)
 
     assert (reason.option, reason.value) == ("stopping_criteria", type(criterion).__name__)
 
