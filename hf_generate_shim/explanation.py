@@ -26,24 +26,3 @@ class Explanation:
             f"{r.option}={reprlib.repr(r.value)}: it {r.because}. {r.way_out}" for r in self.reasons
         )
         return f"{self.path}: {listed}"
-
-
-class Explained(BaseException):
-    """Ends a `generate` that was only to be explained, at the seam; never leaves this package.
-
-    Not an `Exception`: nothing between the seam and `explain` may take it for a failure.
-    """
-
-    def __init__(self, explanation: Explanation) -> None:
-        super().__init__(str(explanation))
-        self.explanation = explanation
-
-
-class SilentStreamer:
-    """Takes the place of the caller's streamer while a call is explained."""
-
-    def put(self, value: object) -> None:
-        """Ignore the prompt."""
-
-    def end(self) -> None:
-        """Ignore the end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 import warnings
@@ -11,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_generate_shim.batching_options import CONFIG_ARGUMENT, BatchingOptionsReader
 from hf_generate_shim.call import CACHE_NAMES
 from hf_generate_shim.counters import CallCounter
-from hf_generate_shim.explanation import Explained, Explanation, SilentStreamer
 from hf_generate_shim.live_engine import LiveEngine
 from hf_generate_shim.modes import other_mode
 from hf_generate_shim.outputs import assemble
+from hf_generate_shim.paged import is_paged, plain_arguments
+from hf_generate_shim.preparation import Preparation, Prepared, SilentStreamer
 from hf_generate_shim.results import CallSink, Results
 from hf_generate_shim.route import Path, Route, decide
 from hf_generate_shim.scope import GenerateScope, current_scope, entered
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
     from hf_generate_shim.call import HFObject, SampleCall
     from hf_generate_shim.counters import Counters
+    from hf_generate_shim.explanation import Explanation
     from hf_generate_shim.task import RequestGroup, Task
     from nanoserve_adapters.engine_thread import EngineThread
     from nanoserve_core.engine_stats import EngineStats
@@ -68,6 +72,7 @@ class Handle:
         self._engine = LiveEngine(model, tokenizer=settings.tokenizer, options=settings.options)
         self._policy = UnsupportedPolicy(strict=settings.strict, door="nanoserve")
         self._counter = CallCounter()
+        self._batching_options = BatchingOptionsReader()
         self._lock = threading.Lock()
         self._warned_of_outputs = False
 
@@ -117,6 +122,10 @@ class Handle:
         for ever.
         """
         scope = _scope(model, arguments)
+        if is_paged(arguments):
+            scope.seed = self._batching_options.read(arguments.get(CONFIG_ARGUMENT)).seed
+            arguments = plain_arguments(arguments)
+            original = functools.partial(QWEN3.original("generate"), model, **arguments)
         try:
             found = other_mode(model, arguments)
             if found is not None:
@@ -139,8 +148,8 @@ class Handle:
             return original()  # called by itself, outside of generate
         scope.reached_sample = True
         route = self._route(call, scope)
-        if scope.only_explain:
-            raise Explained(Explanation(path=route.path, reasons=route.reasons))
+        if scope.only_prepare:
+            raise Prepared(Preparation(route=route, call=call))
         reasons = self._engine.start_reasons(route.task) if route.task else route.reasons
         if route.task is None or reasons:
             self._fall_back(reasons[0])
@@ -150,19 +159,28 @@ class Handle:
 
     def explain(self, model: nn.Module, arguments: Mapping[str, HFObject]) -> Explanation:
         """The path of a call with these arguments: transformers prepares it, nothing is run."""
+        return self.prepare(model, arguments).explanation
+
+    def prepare(self, model: nn.Module, arguments: Mapping[str, HFObject]) -> Preparation:
+        """Let transformers prepare a call, with its warnings and errors, and run nothing.
+
+        ``arguments`` are those of `generate` by name.
+        """
+        if is_paged(arguments):
+            arguments = plain_arguments(arguments)
         found = other_mode(model, arguments)
         if found is not None:
-            return Explanation(path=Path.FALLBACK, reasons=(found,))
+            return Preparation(route=Route.fallback([found]))
         if arguments.get("streamer") is not None:
             arguments = {**arguments, "streamer": SilentStreamer()}
         scope = _scope(model, arguments)
-        scope.only_explain = True
+        scope.only_prepare = True
         try:
             with entered(scope):
                 QWEN3.original("generate")(model, **arguments)
-        except Explained as explained:
-            return explained.explanation
-        return Explanation(path=Path.FALLBACK, reasons=(_OTHER_MODE,))
+        except Prepared as prepared:
+            return prepared.preparation
+        return Preparation(route=Route.fallback([_OTHER_MODE]))
 
     def _route(self, call: SampleCall, scope: GenerateScope) -> Route:
         reasons = self._engine.reasons()
@@ -178,7 +196,7 @@ class Handle:
         thread = self.thread
         self._warn_of_outputs(call, task)
         _wait_for_device(call.model)
-        group = make_requests(task, seed=None if task.sampling.is_greedy else _draw_seed())
+        group = make_requests(task, seed=None if task.sampling.is_greedy else _draw_seed(call))
         try:
             output = assemble(call, task, _collect(call, task, group, thread))
         except BaseException:  # also a streamer that raises, and Ctrl-C
@@ -223,8 +241,11 @@ def _scope(model: nn.Module, arguments: Mapping[str, HFObject]) -> GenerateScope
     return GenerateScope(model=model, has_user_cache=has_user_cache)
 
 
-def _draw_seed() -> int:
+def _draw_seed(call: SampleCall) -> int:
     """One number from torch's default generator: `torch.manual_seed` reproduces a call."""
+    scope = current_scope(call.model)
+    if scope is not None and scope.seed is not None:
+        return scope.seed
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
 
 

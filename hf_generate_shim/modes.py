@@ -34,9 +34,6 @@ def other_mode(model: nn.Module, arguments: Mapping[str, HFObject]) -> Unsupport
     ``arguments`` are those of `generate` by name. As in transformers they win, also as None, over
     the given generation config, and that over the model's.
     """
-    if arguments.get("cache_implementation") == "paged":
-        # transformers looks at the argument only: in a config the word does nothing
-        return _unsupported("cache_implementation", "paged", "is not transformers' paged engine")
     configs = (arguments.get("generation_config"), getattr(model, "generation_config", None))
     for name, (switches, because) in _SWITCHES.items():
         given = [getattr(config, name, None) for config in configs]

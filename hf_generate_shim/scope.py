@@ -24,7 +24,10 @@ class GenerateScope:
     model: nn.Module
     has_user_cache: bool
     """The caller passed a cache object, and keeps it."""
-    only_explain: bool = False
+    only_prepare: bool = False
+    """Stop at the seam, see `preparation`."""
+    seed: int | None = None
+    """Of the rows' streams; None: drawn from torch's generator."""
     reached_sample: bool = False
     """`_sample` was called: the generation mode is one that the seam sees."""
 

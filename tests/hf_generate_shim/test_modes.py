@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         {"assistant_model": object()},
         {"prompt_lookup_num_tokens": 3},
         {"custom_generate": "a/repo"},
-        {"cache_implementation": "paged"},
         {"penalty_alpha": 0.5, "top_k": 4},
     ],
 )
@@ -39,6 +38,7 @@ def test_switch_is_named(model: Qwen3ForCausalLM, arguments: dict[str, Any]) -> 
         {},
         {"num_beams": 1},
         {"do_sample": True, "top_k": 5},
+        {"cache_implementation": "paged"},
         {"generation_config": GenerationConfig(cache_implementation="paged")},
         {"num_beams": 1, "generation_config": GenerationConfig(num_beams=3)},
         {"num_beams": None, "generation_config": GenerationConfig(num_beams=3)},
