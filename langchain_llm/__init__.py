@@ -10,6 +10,7 @@
 
 from langchain_llm.chat_model import ChatNanoserve
 from langchain_llm.engine_reference import EngineReference
+from langchain_llm.init_chat_model import register_init_chat_model
 from langchain_llm.llm import NanoserveLLM
 
-__all__ = ["ChatNanoserve", "EngineReference", "NanoserveLLM"]
+__all__ = ["ChatNanoserve", "EngineReference", "NanoserveLLM", "register_init_chat_model"]

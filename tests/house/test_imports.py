@@ -27,7 +27,7 @@ NOT_LOADED_BY = {
     "nanoserve_core": ["torch", "transformers"],
     "nanoserve_adapters": ["torch", "transformers", "langchain_core"],
     "hf_generate_shim": ["langchain_core"],
-    "langchain_llm": [],
+    "langchain_llm": ["langchain", "langgraph"],
 }
 RUN_WITHOUT_TORCH = ["scheduler", "block_manager", "plan", "request", "sampling_params"]
 MAY_IMPORT_TRANSFORMERS = {"config.py", "models/weights.py", "llm.py"}

@@ -98,6 +98,7 @@ class RealDoor(Door):
         )
         plugins = PluginManager(config.plugins, config.allowed_plugins)
         runner = ModelRunner.create(tiny_model(), config, plugins)
+        self.block_size = runner.block_size
         late: Any = DelayedRunner(runner, run_ahead) if run_ahead else runner
         super().__init__(EngineThread(Engine.from_runner(late, config, plugins)), tokenizer)
 
