@@ -50,8 +50,8 @@ def make_request(
 
 def run(
     engine: EngineReference, requests: Sequence[Request], timeout: float | None
-) -> list[RequestOutput]:
-    """Run the requests together and wait for all of them; results in order.
+) -> list[StepOutput]:
+    """Run the requests together and wait for all of them; everything they gave, for `collect`.
 
     Raises `RequestFailed` when one fails or is cancelled, `TimeoutError`, `EngineClosed`,
     `EngineDead`; the others are then cancelled.
@@ -63,13 +63,12 @@ def run(
     except BaseException:
         stream.discard()
         raise
-    outputs = [output for step in read(stream) for output in step]
-    return collect(requests, engine.tokenizer, outputs)
+    return [output for step in read(stream) for output in step]
 
 
 async def arun(
     engine: EngineReference, requests: Sequence[Request], timeout: float | None
-) -> list[RequestOutput]:
+) -> list[StepOutput]:
     """`run` for coroutines; the waiting task costs its loop one wake-up in all."""
     thread = engine.thread
     stream = AsyncRequestStream(thread, [r.request_id for r in requests], timeout, engine.mailbox())
@@ -79,8 +78,7 @@ async def arun(
     except BaseException:
         stream.discard()
         raise
-    outputs = [output async for step in aread(stream) for output in step]
-    return collect(requests, engine.tokenizer, outputs)
+    return [output async for step in aread(stream) for output in step]
 
 
 def read(stream: RequestStream) -> Generator[list[StepOutput], None, None]:

@@ -5,23 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import aclosing, closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from langchain_core.globals import get_llm_cache
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.language_models.model_profile import ModelProfile
 from langchain_core.outputs import ChatGenerationChunk, ChatResult, LLMResult
-from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import Field
 from typing_extensions import override
 
 from langchain_llm import calls
-from langchain_llm.chat_results import chat_chunk, chat_result
+from langchain_llm.answer_start import answer_start
+from langchain_llm.chat_call import ChatCall
 from langchain_llm.messages import to_template_messages
+from langchain_llm.options import TOOL_OPTIONS
 from langchain_llm.presubmission import Presubmission, Submitted, presubmitted, take_submitted
-from langchain_llm.prompt import encode_chat
+from langchain_llm.prompt import encode_chat, encode_text, render_chat
+from langchain_llm.response_schema import response_schema
 from langchain_llm.run_metadata import run_metadata
 from langchain_llm.served_model import ServedModel
-from langchain_llm.streaming import PieceAssembler
+from langchain_llm.tool_options import tool_options
 from nanoserve_core.errors import NanoserveError, UnsupportedOption
 
 if TYPE_CHECKING:
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from langchain_llm.options import CallOptions
-    from nanoserve_core.request import Request, RequestOutput
 
 # Named arguments of BaseChatModel.generate and what its callers add: not options of the call.
 _NOT_OPTIONS = frozenset(
@@ -53,6 +55,11 @@ _NOT_OPTIONS = frozenset(
 )
 
 
+# In version 1 of the output a call is one of the content's blocks, which LangChain numbers from 0:
+# a call with the number of another block would be merged into it.
+_V1_CALL_INDEX = 1_000
+
+
 class ChatNanoserve(ServedModel, BaseChatModel):
     """A chat model that an engine in this process serves.
 
@@ -64,8 +71,17 @@ class ChatNanoserve(ServedModel, BaseChatModel):
     Every way in (``invoke``, ``ainvoke``, ``stream``, ``astream``, ``batch``, ``abatch``,
     ``generate``) from any thread or event loop joins one running batch. Sync code inside async code
     (a `RunnableLambda` of a sync function) is limited by the event loop's own small thread pool:
-    use the async methods there. The options are the fields of `ServedModel`.
+    use the async methods there. The options are the fields of `ServedModel`, and these.
     """
+
+    call_only_options: ClassVar[frozenset[str]] = TOOL_OPTIONS
+
+    thinking_budget: int | None = Field(default=None, ge=0)
+    """Most tokens of the thinking block, which is then closed; None: no limit of its own."""
+    parallel_tool_calls: bool | None = None
+    """False: at most one tool call in an answer."""
+    close_json: bool = True
+    """Whether a JSON document or call is brought to its end before ``max_tokens`` cuts it."""
 
     @override
     def generate(
@@ -108,15 +124,12 @@ class ChatNanoserve(ServedModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        options = self.call_options(stop, **kwargs)
         submitted = take_submitted(messages)
-        if submitted is None:
-            request = self._request(messages, options, run_manager)
-            (output,) = calls.run(self.engine, [request], options.timeout)
-        else:
+        if submitted is not None:
             outputs = [output for step in calls.read(submitted.stream) for output in step]
-            (output,) = calls.collect([submitted.request], self.engine.tokenizer, outputs)
-        return self._result(output, options)
+            return submitted.call.result(outputs)
+        call = self._call(messages, self.call_options(stop, **kwargs), run_manager)
+        return call.result(calls.run(self.engine, [call.request], call.options.timeout))
 
     @override
     async def _agenerate(
@@ -127,10 +140,8 @@ class ChatNanoserve(ServedModel, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         await self.engine.aload()
-        options = self.call_options(stop, **kwargs)
-        request = self._request(messages, options, run_manager)
-        (output,) = await calls.arun(self.engine, [request], options.timeout)
-        return self._result(output, options)
+        call = self._call(messages, self.call_options(stop, **kwargs), run_manager)
+        return call.result(await calls.arun(self.engine, [call.request], call.options.timeout))
 
     @override
     async def _agenerate_with_cache(
@@ -156,17 +167,16 @@ class ChatNanoserve(ServedModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        options = self.call_options(stop, **kwargs)
-        submitted = take_submitted(messages) or self._submitted(messages, options, run_manager)
-        pieces = self._pieces(submitted.request, options)
+        submitted = take_submitted(messages)
+        if submitted is None:
+            submitted = self._submitted(messages, self.call_options(stop, **kwargs), run_manager)
+        call, assembler = submitted.call, submitted.call.assembler()
         with closing(calls.read(submitted.stream)) as steps:
             for outputs in steps:
-                if (piece := pieces.feed(outputs)) is None:
-                    continue
-                chunk = chat_chunk(piece, model_name=options.model_name)
-                if run_manager is not None:  # else the base class tells the callbacks
-                    run_manager.on_llm_new_token(piece.text, chunk=chunk)
-                yield chunk
+                for chunk in call.chunks(assembler, outputs):
+                    if run_manager is not None:  # else the base class tells the callbacks
+                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
 
     @override
     async def _astream(
@@ -177,18 +187,15 @@ class ChatNanoserve(ServedModel, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         engine = await self.engine.aload()
-        options = self.call_options(stop, **kwargs)
-        request = self._request(messages, options, run_manager)
-        pieces = self._pieces(request, options)
-        stream = engine.thread.astream(request, timeout_seconds=options.timeout)
+        call = self._call(messages, self.call_options(stop, **kwargs), run_manager)
+        assembler = call.assembler()
+        stream = engine.thread.astream(call.request, timeout_seconds=call.options.timeout)
         async with aclosing(calls.aread(stream)) as steps:
             async for outputs in steps:
-                if (piece := pieces.feed(outputs)) is None:
-                    continue
-                chunk = chat_chunk(piece, model_name=options.model_name)
-                if run_manager is not None:  # else the base class tells the callbacks
-                    await run_manager.on_llm_new_token(piece.text, chunk=chunk)
-                yield chunk
+                for chunk in call.chunks(assembler, outputs):
+                    if run_manager is not None:  # else the base class tells the callbacks
+                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
 
     def _submitted(
         self,
@@ -196,29 +203,27 @@ class ChatNanoserve(ServedModel, BaseChatModel):
         options: CallOptions,
         run_manager: CallbackManagerForLLMRun | None,
     ) -> Submitted:
-        request = self._request(messages, options, run_manager)
-        stream = self.engine.thread.stream(request, timeout_seconds=options.timeout)
-        return Submitted(messages, request, stream)
+        call = self._call(messages, options, run_manager)
+        stream = self.engine.thread.stream(call.request, timeout_seconds=options.timeout)
+        return Submitted(messages, call, stream)
 
-    def _request(
+    def _call(
         self,
         messages: Sequence[BaseMessage],
         options: CallOptions,
         run_manager: CallbackManagerForLLMRun | AsyncCallbackManagerForLLMRun | None,
-    ) -> Request:
+    ) -> ChatCall:
         tokenizer = self.engine.tokenizer
-        prompt = encode_chat(tokenizer, to_template_messages(messages), options.template)
-        return calls.make_request(tokenizer, prompt, options, run_metadata(run_manager))
-
-    def _pieces(self, request: Request, options: CallOptions) -> PieceAssembler:
-        return PieceAssembler(request, self.engine.tokenizer, interval=options.stream_interval)
-
-    def _result(self, output: RequestOutput, options: CallOptions) -> ChatResult:
-        return chat_result(
-            output,
-            self.engine.tokenizer,
-            model_name=options.model_name,
-            num_logprobs=options.sampling.logprobs,
+        prompt = render_chat(
+            tokenizer, to_template_messages(messages), options.template, options.tools.shown
+        )
+        token_ids = encode_text(tokenizer, prompt, special=False)
+        return ChatCall(
+            request=calls.make_request(tokenizer, token_ids, options, run_metadata(run_manager)),
+            options=options,
+            start=answer_start(prompt),
+            tokenizer=tokenizer,
+            first_call_index=_V1_CALL_INDEX if self.output_version == "v1" else 0,
         )
 
     @override
@@ -226,18 +231,23 @@ class ChatNanoserve(ServedModel, BaseChatModel):
         self,
         tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
         *,
-        tool_choice: str | None = None,
-        **kwargs: Any,
+        tool_choice: str | bool | dict[str, Any] | None = None,  # Any: OpenAI's dict
+        strict: bool | None = None,
+        parallel_tool_calls: bool | None = None,
+        response_format: dict[str, Any] | type | None = None,  # Any: OpenAI's dict
+        **kwargs: Any,  # Any: further options of the calls
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """Not served yet: raises `UnsupportedOption`, for a model that never sees the tools would
-        answer as if there were none. No tools at all are fine.
-        """
-        if not tools:
-            return self.bind(**kwargs)
-        raise UnsupportedOption(
-            f"bind_tools({len(tools)} tools) is not served by nanoserve yet: answers are text. "
-            "Describe the tools in the prompt and parse the answer, or use another chat model here."
-        )
+        """This model with `tools` to call. See `tool_options` for ``tool_choice``."""
+        found = tool_options(tools, tool_choice, is_parallel=parallel_tool_calls, strict=strict)
+        response_schema(response_format)
+        bound: dict[str, Any] = {
+            "tools": list(found.schemas) or None,
+            "tool_choice": found.named or (tool_choice if tools else None),
+            "parallel_tool_calls": parallel_tool_calls,
+            "response_format": response_format,
+        }
+        given = {name: value for name, value in bound.items() if value is not None}
+        return self.bind(**given, **kwargs)
 
     @override
     def with_structured_output(
@@ -262,10 +272,10 @@ class ChatNanoserve(ServedModel, BaseChatModel):
         """Length of the prompt that these messages make, generation prompt and `tools` included."""
         if not messages:
             return 0
-        schemas = [convert_to_openai_tool(tool) for tool in tools or ()]
+        shown = tool_options(tools).shown
         conversation = to_template_messages(messages)
         template = self.call_options().template
-        return len(encode_chat(self.engine.tokenizer, conversation, template, schemas))
+        return len(encode_chat(self.engine.tokenizer, conversation, template, shown))
 
     @override
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:

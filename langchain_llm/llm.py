@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from langchain_core.runnables import RunnableConfig
 
     from langchain_llm.options import CallOptions
-    from nanoserve_core.request import Request, RequestOutput
+    from nanoserve_core.request import Request, StepOutput
 
 DEFAULT_MAX_TOKENS = 512
 """Length of a text for which none was asked: plain text has no end of turn."""
@@ -149,7 +149,7 @@ class NanoserveLLM(ServedModel, BaseLLM):
             chunks = list(self._stream(prompts[0], stop, run_manager, **kwargs))
             return result_of_chunks(chunks, model_name=options.model_name)
         requests = self._requests(prompts, options, run_manager)
-        return self._result(calls.run(self.engine, requests, options.timeout), options)
+        return self._result(requests, calls.run(self.engine, requests, options.timeout), options)
 
     @override
     async def _agenerate(
@@ -166,7 +166,8 @@ class NanoserveLLM(ServedModel, BaseLLM):
             chunks = [chunk async for chunk in stream]
             return result_of_chunks(chunks, model_name=options.model_name)
         requests = self._requests(prompts, options, run_manager)
-        return self._result(await calls.arun(self.engine, requests, options.timeout), options)
+        outputs = await calls.arun(self.engine, requests, options.timeout)
+        return self._result(requests, outputs, options)
 
     def _emits_tokens(
         self,
@@ -193,12 +194,11 @@ class NanoserveLLM(ServedModel, BaseLLM):
         stream = self.engine.thread.stream(request, timeout_seconds=options.timeout)
         with closing(calls.read(stream)) as steps:
             for outputs in steps:
-                if (piece := pieces.feed(outputs)) is None:
-                    continue
-                chunk = llm_chunk(piece, model_name=options.model_name)
-                if run_manager is not None:
-                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                yield chunk
+                for piece in pieces.feed(outputs):
+                    chunk = llm_chunk(piece, model_name=options.model_name)
+                    if run_manager is not None:
+                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
 
     @override
     async def _astream(
@@ -215,12 +215,11 @@ class NanoserveLLM(ServedModel, BaseLLM):
         stream = engine.thread.astream(request, timeout_seconds=options.timeout)
         async with aclosing(calls.aread(stream)) as steps:
             async for outputs in steps:
-                if (piece := pieces.feed(outputs)) is None:
-                    continue
-                chunk = llm_chunk(piece, model_name=options.model_name)
-                if run_manager is not None:
-                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                yield chunk
+                for piece in pieces.feed(outputs):
+                    chunk = llm_chunk(piece, model_name=options.model_name)
+                    if run_manager is not None:
+                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
 
     def _requests(
         self,
@@ -251,10 +250,13 @@ class NanoserveLLM(ServedModel, BaseLLM):
     def _pieces(self, request: Request, options: CallOptions) -> PieceAssembler:
         return PieceAssembler(request, self.engine.tokenizer, interval=options.stream_interval)
 
-    def _result(self, outputs: Sequence[RequestOutput], options: CallOptions) -> LLMResult:
+    def _result(
+        self, requests: Sequence[Request], outputs: Sequence[StepOutput], options: CallOptions
+    ) -> LLMResult:
+        tokenizer = self.engine.tokenizer
         return llm_result(
-            outputs,
-            self.engine.tokenizer,
+            calls.collect(requests, tokenizer, outputs),
+            tokenizer,
             model_name=options.model_name,
             num_logprobs=options.sampling.logprobs,
         )

@@ -20,6 +20,7 @@ from langchain_core.messages import (
     ToolMessage,
 )
 
+from langchain_llm.tool_call_block import is_written_block
 from nanoserve_core.errors import UnsupportedOption
 
 if TYPE_CHECKING:
@@ -121,5 +122,7 @@ def _reasoning(message: AIMessage) -> str:
 
 
 def _call_as_text(call: InvalidToolCall) -> str:
+    if is_written_block(call.get("args")):
+        return str(call["args"])
     name = json.dumps(call.get("name"), ensure_ascii=False)
     return f'<tool_call>\n{{"name": {name}, "arguments": {call.get("args")}}}\n</tool_call>'

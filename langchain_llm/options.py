@@ -12,6 +12,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from langchain_llm.prompt import TemplateOptions
+from langchain_llm.response_schema import response_schema
+from langchain_llm.tool_options import ToolOptions, tool_options
 from nanoserve_core.errors import ConfigError, UnsupportedOption
 from nanoserve_core.sampling_params import SamplingParams
 
@@ -51,13 +53,16 @@ _SAMPLING = (
 )
 _TEMPLATE = ("enable_thinking", "chat_template", "chat_template_kwargs", "apply_chat_template")
 _DELIVERY = ("model", "stream_interval", "timeout", "priority", "cache_salt")
-_IDENTITY = (*_SAMPLING, "max_tokens", "logprobs", "top_logprobs", *_TEMPLATE)
+TOOL_OPTIONS = frozenset({"tools", "tool_choice", "response_format"})
+"""Options of a chat call that are no fields: `bind_tools` and ``with_structured_output`` set them.
+"""
+_ANSWER = (*sorted(TOOL_OPTIONS), "parallel_tool_calls", "thinking_budget", "close_json")
+_IDENTITY = (*_SAMPLING, "max_tokens", "logprobs", "top_logprobs", *_TEMPLATE, *_ANSWER)
 CALL_OPTIONS = (*_IDENTITY, *_DELIVERY)
 """Fields that a call, or ``bind``, may set."""
 
 # Read by LangChain itself before the arguments come to us.
 _SWITCHES = frozenset({"stream"})
-_TOOLS = frozenset({"tools", "tool_choice", "parallel_tool_calls", "response_format", "strict"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +79,11 @@ class CallOptions:
     timeout: float | None
     priority: int
     cache_salt: str | None
+    tools: ToolOptions
+    response_schema: Mapping[str, Any] | None
+    """The JSON schema the answer is to follow."""
+    thinking_budget: int | None
+    close_json: bool
 
 
 def named(options: Options, known: Iterable[str], *, where: str) -> dict[str, Any]:
@@ -100,15 +110,16 @@ def named_in_call(options: Options, fields: Iterable[str], *, where: str) -> dic
     """`named` for the arguments of a call to a model that has these `fields`, without those not
     given.
     """
-    for key in sorted(_TOOLS & options.keys()):
+    known = set(CALL_OPTIONS) & set(fields)
+    for key in sorted((TOOL_OPTIONS - known) & options.keys()):
         if options[key]:
             raise UnsupportedOption(
-                f"{key}={options[key]!r} is not served by nanoserve yet: calls of {where} return "
-                "text. Leave it out, and ask for the format in the prompt."
+                f"{key}={options[key]!r} is not served by {where}, whose calls return text. Use "
+                "ChatNanoserve for tools and structured output."
             )
-    skipped = _SWITCHES | _TOOLS
+    skipped = _SWITCHES | (TOOL_OPTIONS - known)
     rest = {k: value for k, value in options.items() if value is not None and k not in skipped}
-    return named(rest, set(CALL_OPTIONS) & set(fields), where=where)
+    return named(rest, known, where=where)
 
 
 def merge(fields: Options, given: Options, stop: list[str] | None) -> CallOptions:
@@ -132,6 +143,14 @@ def merge(fields: Options, given: Options, stop: list[str] | None) -> CallOption
         timeout=merged.get("timeout"),
         priority=merged["priority"],
         cache_salt=merged.get("cache_salt"),
+        tools=tool_options(
+            merged.get("tools"),
+            merged.get("tool_choice"),
+            is_parallel=merged.get("parallel_tool_calls"),
+        ),
+        response_schema=response_schema(merged.get("response_format")),
+        thinking_budget=merged.get("thinking_budget"),
+        close_json=merged.get("close_json") is not False,
     )
 
 

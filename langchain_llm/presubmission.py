@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
     from langchain_core.messages import BaseMessage
 
+    from langchain_llm.chat_call import ChatCall
     from nanoserve_adapters.streams import RequestStream
-    from nanoserve_core.request import Request
 
 
 class Submitted(NamedTuple):
-    """A request that runs, and the conversation it is for."""
+    """A call that runs, and the conversation it is for."""
 
     messages: Sequence[BaseMessage]
-    request: Request
+    call: ChatCall
     stream: RequestStream
 
 

@@ -60,7 +60,8 @@ def render_chat(
 ) -> str:
     """The conversation as the model reads it, with the generation prompt at its end.
 
-    Raises `ConfigError` when there is no template, `InvalidRequest` when it refuses the messages.
+    Raises `ConfigError` when there is no template or it does not print the `tools` (in OpenAI's
+    form), `InvalidRequest` when it refuses the messages.
     """
     from jinja2 import TemplateError  # a template cannot have been compiled without it
 
@@ -83,7 +84,17 @@ def render_chat(
             f"the chat template refuses these messages: {error}. Change the history, or pass "
             "another chat_template."
         ) from error
+    _require_tools_in(str(rendered), tools or ())
     return str(rendered)
+
+
+def _require_tools_in(rendered: str, tools: Sequence[Mapping[str, Any]]) -> None:
+    names = [str(tool["function"]["name"]) for tool in tools]
+    if names and not any(name in rendered for name in names):
+        raise ConfigError(
+            f"the chat template prints no tools, so the model would not see {', '.join(names)}: "
+            "expected one that does. Pass a chat_template that prints `tools`, or bind none."
+        )
 
 
 def encode_chat(

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from langchain_core.messages.ai import UsageMetadata
 
     from nanoserve_core.request import (
-        FinishReason,
         PositionLogprobs,
         RequestMetrics,
         RequestOutput,
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     from nanoserve_core.text import Tokenizer
 
 PROVIDER = "nanoserve"
+TOOL_CALLS = "tool_calls"
+"""Finish reason of an answer that ended by itself and holds a tool call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,19 +32,22 @@ class Ending:
 
     num_prompt_tokens: int
     num_output_tokens: int
-    finish_reason: FinishReason
+    num_reasoning_tokens: int = 0
+    finish_reason: str
     stop_reason: int | str | None
     metrics: RequestMetrics | None
 
     def usage(self) -> UsageMetadata:
-        """Token counts; ``cache_read``: prompt tokens that the prefix cache supplied."""
+        """Token counts; ``cache_read``: prompt tokens that the prefix cache supplied;
+        ``reasoning``: output tokens in the thinking block.
+        """
         num_cached = self.metrics.num_cached_tokens if self.metrics is not None else 0
         return {
             "input_tokens": self.num_prompt_tokens,
             "output_tokens": self.num_output_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
             "input_token_details": {"cache_read": num_cached},
-            "output_token_details": {},
+            "output_token_details": {"reasoning": self.num_reasoning_tokens},
         }
 
     def info(self, model_name: str) -> dict[str, Any]:  # Any: strings and numbers
@@ -53,7 +57,7 @@ class Ending:
         ended it, when one did.
         """
         info: dict[str, Any] = {
-            "finish_reason": str(self.finish_reason),
+            "finish_reason": self.finish_reason,
             "model_name": model_name,
             "model_provider": PROVIDER,
         }
@@ -70,7 +74,7 @@ def ending_of(output: RequestOutput, index: int) -> Ending:
     return Ending(
         num_prompt_tokens=len(output.prompt_token_ids) if index == 0 else 0,
         num_output_tokens=len(sample.token_ids),
-        finish_reason=sample.finish_reason,
+        finish_reason=str(sample.finish_reason),
         stop_reason=sample.stop_reason,
         metrics=output.metrics if index == 0 else None,
     )

@@ -10,7 +10,7 @@ import asyncio
 import uuid
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from langchain_core.language_models.base import (
     BaseLanguageModel,
@@ -50,6 +50,9 @@ class ServedModel(BaseLanguageModel):  # type: ignore[type-arg]  # the two subcl
     option to its default. The engine is loaded on first use; models that name the same checkpoint
     share it.
     """
+
+    call_only_options: ClassVar[frozenset[str]] = frozenset()
+    """Options of a call that are no fields."""
 
     model: str = Field(default="", frozen=True)
     """Folder or hub id; also ``model_name`` or ``model_id``. Not needed with ``engine``."""
@@ -285,7 +288,8 @@ class ServedModel(BaseLanguageModel):  # type: ignore[type-arg]  # the two subcl
         return merge(self.__dict__, self._named(given), stop)
 
     def _named(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        return named_in_call(given, type(self).model_fields, where=type(self).__name__)
+        known = {*type(self).model_fields, *self.call_only_options}
+        return named_in_call(given, known, where=type(self).__name__)
 
     # Identity.
 

@@ -22,6 +22,7 @@ from nanoserve_core.plugins import PluginManager
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from langchain_core.messages import AIMessageChunk
     from transformers import PreTrainedTokenizerFast
 
     from nanoserve_core import StepStats
@@ -122,6 +123,14 @@ class SayText:
 def fake_engine(text: str = "Hello.", **options: Any) -> FakeEngine:
     """A fake engine that says `text` to everybody."""
     return FakeEngine(**{"next_token": SayText(text), "eos_token_ids": (IM_END,), **options})
+
+
+def summed(chunks: Sequence[AIMessageChunk]) -> AIMessageChunk:
+    """The sum of all chunks of a stream, as LangChain adds them up."""
+    total = chunks[0]
+    for chunk in chunks[1:]:
+        total += chunk
+    return total
 
 
 def new_tokenizer() -> PreTrainedTokenizerFast:

@@ -12,7 +12,7 @@ import pytest
 from langchain_llm.streaming import PieceAssembler
 from nanoserve_adapters.testing import settle
 from nanoserve_core import FinishReason, Request, SamplingParams, StepOutput
-from tests.langchain_llm.doors import IM_END
+from tests.langchain_llm.doors import IM_END, summed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,13 +33,6 @@ async def achunks_of(
     chat: ChatNanoserve, prompt: str = "hi", **options: Any
 ) -> list[AIMessageChunk]:
     return [chunk async for chunk in chat.astream(prompt, **options)]
-
-
-def summed(chunks: list[AIMessageChunk]) -> AIMessageChunk:
-    total = chunks[0]
-    for chunk in chunks[1:]:
-        total += chunk
-    return total
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -140,7 +133,7 @@ def test_interval_gathers_tokens_but_for_the_first_and_the_last(
     steps = [StepOutput(request_id="r", token_ids=(token,)) for token in b"012345"]
     steps.append(StepOutput(request_id="r", token_ids=(IM_END,), **ending))
 
-    pieces = [piece for step in steps if (piece := assembler.feed([step]))]
+    pieces = [piece for step in steps for piece in assembler.feed([step])]
 
     assert [piece.text for piece in pieces] == expected
     assert [piece.ending is not None for piece in pieces] == [False] * (len(pieces) - 1) + [True]
