@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from nanoserve_core.request import Request
 
     HostInts = NDArray[np.int64]
+    HostNumbers = NDArray[np.int64] | NDArray[np.float64]
 
 _logger = logging.getLogger(__name__)
 
@@ -175,9 +176,14 @@ class BatchState:
         assert rules is not None, f"slot {slot} has no tenant"
         return rules
 
-    def to_device(self, host: HostInts) -> Tensor:
-        """Host ints as a tensor on the state's device; without a copy on a CPU."""
-        return torch.from_numpy(host).to(self.device)
+    def to_device(self, host: HostNumbers) -> Tensor:
+        """Host numbers as a tensor on the state's device: no copy on a CPU, and no waiting for a
+        device.
+        """
+        tensor = torch.from_numpy(host)
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def _release(self, slot: int) -> None:
         if self._rules[slot] is None:

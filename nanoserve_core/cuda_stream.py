@@ -10,6 +10,7 @@ What the host must not touch yet is told by a `Mark`. Nothing here lets go of th
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,11 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     HostInts = np.ndarray[Any, np.dtype[np.int32]]  # Any: the shape
-
-STAGING_DEPTH = 8
-"""Page-locked buffers of one kind: two for each step that may be launched before one is read, and
-two more.
-"""
 
 
 class Mark(Protocol):
@@ -159,33 +155,52 @@ class CudaStream:
         self._marks.clear()
 
 
-class Staging:
-    """A way for ints to the device: page-locked buffers in turn, one tensor at the other end.
+class Uploads:
+    """The way of ints to the device: page-locked memory, given out piece by piece in a circle.
 
-    The device's tensor may be overwritten by the next `send`: that is ordered by the stream.
+    ::
+
+        |..free..|== sent, perhaps not copied yet ==|..free..|
+                 oldest                       newest ^ next piece
     """
 
-    def __init__(self, stream: StepStream, num_ints: int, device: torch.device) -> None:
+    def __init__(self, stream: StepStream, num_ints: int) -> None:
+        """``num_ints``: more than twice what one `send` sends, so that none waits for its own
+        predecessor.
+        """
         self._stream = stream
-        self._buffers = [
-            (stream.host_buffer(num_ints), stream.make_mark()) for _ in range(STAGING_DEPTH)
-        ]
-        self._next = 0
-        self._target = torch.zeros(num_ints, dtype=torch.int32, device=device)
+        self._memory = stream.host_buffer(num_ints)
+        self._array: HostInts = self._memory.numpy()
+        self._pieces: deque[tuple[int, Mark]] = deque()
+        self._idle_marks: list[Mark] = []
+        self._end = 0
 
-    def buffer(self) -> HostInts:
-        """[num_ints] int32: where to write what `send` will send; waits while it is in use."""
-        tensor, mark = self._buffers[self._next]
-        mark.wait()
-        array: HostInts = tensor.numpy()
-        return array
+    def piece(self, num_ints: int) -> HostInts:
+        """[num_ints] int32 to be filled and given to `send`; waits while the device reads it."""
+        start = self._end if self._end + num_ints <= len(self._array) else 0
+        if start < self._end:  # what is ahead up to the end is older than what is at the beginning
+            self._wait_for(self._end, len(self._array))
+        self._wait_for(start, start + num_ints)
+        self._end = start
+        return self._array[start : start + num_ints]
 
-    def send(self, num_ints: int) -> Tensor:
-        """Send the first ints of `buffer`: [num_ints] int32 on the device."""
-        tensor, mark = self._buffers[self._next]
-        self._next = (self._next + 1) % len(self._buffers)
-        self._stream.upload(self._target[:num_ints], tensor[:num_ints], mark)
-        return self._target[:num_ints]
+    def send(self, target: Tensor, num_ints: int) -> Tensor:
+        """Copy the first ints of the latest `piece` to the beginning of ``target``; gives that.
+
+        ``target`` may be overwritten by the next `send` to it: that is ordered by the stream.
+        """
+        start, self._end = self._end, self._end + num_ints
+        mark = self._idle_marks.pop() if self._idle_marks else self._stream.make_mark()
+        self._pieces.append((start, mark))
+        self._stream.upload(target[:num_ints], self._memory[start : self._end], mark)
+        return target[:num_ints]
+
+    def _wait_for(self, start: int, end: int) -> None:
+        """Forget the pieces that begin there, which are the oldest, once they were copied."""
+        while self._pieces and start <= self._pieces[0][0] < end:
+            _, mark = self._pieces.popleft()
+            mark.wait()
+            self._idle_marks.append(mark)
 
 
 def _event(mark: Mark) -> int:

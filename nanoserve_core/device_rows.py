@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
-from nanoserve_core.cuda_stream import Staging
 from nanoserve_core.kernels.slot_deltas import SlotDeltas
 from nanoserve_core.kernels.slot_tables import (
     MAX_STOP_IDS,
@@ -28,18 +28,17 @@ from nanoserve_core.slot_rules import effective_top_k
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
     from torch import Tensor
 
     from nanoserve_core.config import ModelSpec
-    from nanoserve_core.cuda_stream import StepStream
+    from nanoserve_core.cuda_stream import Uploads
     from nanoserve_core.kernels.slot_tables import SlotLayout
     from nanoserve_core.kernels.step_ops import StepOps
     from nanoserve_core.layers.attention import IntArray
     from nanoserve_core.plan import SlotAssignment, StepPlan
 
-RING_LENGTH = 8
-"""Launches of `advance_state` whose tokens the ring keeps: two for each of four steps."""
+RING_LENGTH = 80
+"""Launches of `advance_state` whose tokens the ring keeps: two for each of forty steps."""
 
 
 class DeviceRows:
@@ -52,7 +51,7 @@ class DeviceRows:
         *,
         max_model_len: int,
         ops: StepOps,
-        stream: StepStream,
+        uploads: Uploads,
         device: torch.device,
         pack_size: int = 1,
     ) -> None:
@@ -75,13 +74,14 @@ class DeviceRows:
         self._sent_groups: tuple[list[int], list[int]] = [], []
         self.order: IntArray | None = None
         """The plan's row at each decode row, where they are not in the plan's order."""
-        self._is_gathered = False
-        self._staging = Staging(stream, 2 * _max_num_changes(layout), device)
+        self._uploads = uploads
+        num_pairs = 1 + _max_num_changes(layout)
+        self._pending = torch.zeros(num_pairs, 2, dtype=torch.int32, device=device)
 
     @staticmethod
     def nbytes(layout: SlotLayout) -> int:
         """Bytes on the device."""
-        return 4 * (3 * layout.size + 2 * _max_num_changes(layout))
+        return 4 * (3 * layout.size + max_num_delta_ints(layout))
 
     def apply(self, plan: StepPlan) -> None:
         """Note the plan's changes to slots and block tables; they travel with the next `send`."""
@@ -118,18 +118,21 @@ class DeviceRows:
         self._slots, self._num_rows, self._has_new_tenants = slots, num_rows, False
 
     def send(self) -> None:
-        """Bring the changes to the device, if there are any. Enqueues, never waits for a step."""
-        if not len(self._deltas):
-            return
-        num_changes = self._deltas.take(self._staging.buffer().reshape(-1, 2))
-        self._ops.apply_deltas(self.tables, self._staging.send(2 * num_changes).view(-1, 2))
-        self._is_gathered = False
+        """Bring the changes to the device, where the next `receive` writes them down. A copy, if
+        there is anything to copy; it never waits for a step.
+        """
+        num_ints = 2 * (1 + len(self._deltas))
+        if num_ints > 2:
+            self._deltas.take(self._uploads.piece(num_ints).reshape(-1, 2))
+            self._uploads.send(self._pending.view(-1), num_ints)
 
-    def gather(self) -> None:
-        """Make the decode rows ready to run, where they are not; for a step after `send`."""
-        if not self._is_gathered:
-            self._ops.gather_rows(self.tables, self.decode_rows(self._num_rows))
-            self._is_gathered = True
+    def receive(self, *, pdl: bool = False) -> None:
+        """The device's side of `send`; capturable. Harmless where nothing was sent."""
+        self._ops.apply_deltas(self.tables, self._pending, pdl=pdl)
+
+    def gather(self, rows: StepRows, *, pdl: bool = False) -> None:
+        """Make rows ready to run, after `receive`; capturable."""
+        self._ops.gather_rows(self.tables, rows, pdl=pdl)
 
     def decode_rows(self, num_rows: int, *, packed: bool = False) -> StepRows:
         """Views of the first decode rows as they are, always of the same memory.
@@ -143,14 +146,10 @@ class DeviceRows:
         return rows.first(num_rows)
 
     def loose_rows(self, slots: Tensor) -> StepRows:
-        """Rows of a step that is not captured. slots: [rows] int32, on the device."""
-        rows = replace(self._loose.first(slots.shape[0]), slots=slots)
-        self._ops.gather_rows(self.tables, rows)
-        return rows
-
-    def note_advanced(self) -> None:
-        """Sequences advanced otherwise than as decode rows: these must be gathered anew."""
-        self._is_gathered = False
+        """Rows of a step of prompts, to be gathered. slots: [rows] int32, on the device; -1 for
+        padding.
+        """
+        return replace(self._loose.first(slots.shape[0]), slots=slots)
 
     def last_tokens(self, slots: Tensor) -> Tensor:
         """The newest tokens of some slots, [rows] int32. slots: [rows] integers, on the device."""
@@ -206,6 +205,11 @@ class DeviceRows:
         sampling = assignment.request.sampling
         eos_token_ids = () if sampling.ignore_eos else self._spec.eos_token_ids
         return sorted({*eos_token_ids, *sampling.stop_token_ids})
+
+
+def max_num_delta_ints(layout: SlotLayout) -> int:
+    """Ints of the largest `DeviceRows.send`."""
+    return 2 * (1 + _max_num_changes(layout))
 
 
 def _max_num_changes(layout: SlotLayout) -> int:

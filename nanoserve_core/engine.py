@@ -4,8 +4,9 @@
                 -> Scheduler.commit -> StepOutput
 
 The engine owns no thread: whoever owns it calls `step` (``EngineThread``, or the caller of `LLM`).
-Up to ``runner.run_ahead`` further steps are launched before the oldest is read, so that the device
-never waits for the host. It knows token ids only; text belongs to the doors.
+Up to ``runner.run_ahead`` further steps (more where others keep the GIL) are launched before the
+oldest is read, so that the device never waits for the host. It knows token ids only; text belongs
+to the doors.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ from collections import Counter, deque
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from nanoserve_core.batch_sizes import BatchSizes
 from nanoserve_core.block_manager import BlockManager
 from nanoserve_core.config import EngineConfig
+from nanoserve_core.engine_reports import EngineReports, LaunchedStep
 from nanoserve_core.engine_stats import EngineStats
 from nanoserve_core.errors import ConfigError, EngineClosed, InvalidRequest, NanoserveError
-from nanoserve_core.hookspecs import StepRow, StepStats
 from nanoserve_core.model_runner import ModelRunner
 from nanoserve_core.philox import derive_seed
 from nanoserve_core.plugins import PluginManager
 from nanoserve_core.request import FinishReason, Request, Sequence, StepOutput
 from nanoserve_core.request_state import RequestState
-from nanoserve_core.scheduler import Scheduler, SchedulerEvents
+from nanoserve_core.run_ahead import RunAhead
+from nanoserve_core.scheduler import Scheduler
 from nanoserve_core.validation import RequestValidator
 
 if TYPE_CHECKING:
@@ -39,20 +41,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from nanoserve_core.config import ModelSpec
-    from nanoserve_core.model_runner import InFlight, StepResult
+    from nanoserve_core.model_runner import StepResult
     from nanoserve_core.plan import StepPlan
     from nanoserve_core.request import RequestMetrics, StopCheck
     from nanoserve_core.scheduler import Committed
-
-
-class _Launched(NamedTuple):
-    plan: StepPlan
-    in_flight: InFlight
-    start_time: float
-    num_cached_tokens: int
-    num_preemptions: int
-    rows: tuple[StepRow, ...]
-    """Only made when a plugin listens."""
 
 
 class Engine:
@@ -114,7 +106,8 @@ class Engine:
         self._requests: dict[str, RequestState] = {}
         self._sequences: dict[int, Sequence] = {}
         self._num_stop_checks = 0  # unfinished requests with one; without any, no row is asked
-        self._in_flight: deque[_Launched] = deque()
+        self._in_flight: deque[LaunchedStep] = deque()
+        self._run_ahead = RunAhead(runner.run_ahead, runner.max_run_ahead)
         self._ready: list[StepOutput] = []
         self._batch_sizes = BatchSizes()
         self._seeds = random.Random(config.seed)
@@ -124,6 +117,9 @@ class Engine:
         self._weights_epoch = 0
         self._must_check_weights = False
         self._is_closed = False
+        self._reports = EngineReports(
+            plugins, self._requests, self._sequences, self._scheduler, self._blocks
+        )
         plugins.configure(config, runner.spec)
 
     def add_request(self, request: Request) -> None:
@@ -162,17 +158,18 @@ class Engine:
         return bool(self._requests or self._ready or self._in_flight)
 
     def step(self) -> list[StepOutput]:
-        """Launch what can be launched, wait for the oldest launched step, return its news.
+        """Launch what can be launched, wait for the oldest launched step, return its news and those
+        of the steps that are done by then.
 
         An empty list is normal: a prefill chunk yields no token. An exception out of here is a
         failure of the engine itself, not of a request.
         """
         self._check_open()
         self._refresh_weights()
-        self._launch_ahead()
-        launched = self._commit_oldest() if self._in_flight else None
+        is_full = self._launch_ahead()
+        steps = self._commit_done(is_full) if self._in_flight else []
         outputs, self._ready = self._ready, []
-        self._report(outputs, launched)
+        self._reports.finished(outputs, steps)
         return outputs
 
     def weights_changed(self) -> None:
@@ -310,56 +307,35 @@ class Engine:
             old, new = self._weights_epoch - 1, self._weights_epoch
             self._plugins.observe(hooks, old_epoch=old, new_epoch=new)
 
-    def _launch_ahead(self) -> None:
-        while len(self._in_flight) <= self._runner.run_ahead:
+    def _launch_ahead(self) -> bool:
+        """Whether as many steps are launched as may be; otherwise there was nothing to launch."""
+        while len(self._in_flight) <= self._run_ahead.depth:
             plan = self._scheduler.schedule()
             events = self._scheduler.take_events()
-            self._note_events(events)
+            self._reports.note(events, self._batch_sizes.num_steps)
             if plan is None:
-                return
+                return False
             self._batch_sizes.add(len(plan.seqs))
             start_time = time.monotonic()
-            launched = _Launched(
-                plan,
-                self._runner.launch(plan),
-                start_time,
-                events.num_cached_tokens,
-                len(events.preempted),
-                self._step_rows(plan) if self._plugins.hooks.step_finished is not None else (),
-            )
+            in_flight = self._runner.launch(plan)
+            launched = self._reports.launched(plan, in_flight, start_time, events)
             self._in_flight.append(launched)
+        return True
 
-    def _note_events(self, events: SchedulerEvents) -> None:
-        if not events.admitted and not events.preempted:
-            return
-        now, hooks = time.monotonic(), self._plugins.hooks
-        for sequence, num_cached_tokens in (
-            (a.sequence, a.num_cached_tokens) for a in events.admitted
-        ):
-            state = self._requests[sequence.request.request_id]
-            state.note_admission(now, self._batch_sizes.num_steps, num_cached_tokens)
-            if hooks.request_scheduled is not None:
-                self._plugins.observe(
-                    hooks.request_scheduled,
-                    request=state.request,
-                    index=sequence.index,
-                    num_cached_tokens=num_cached_tokens,
-                    queued_seconds=now - state.arrival_time,
-                )
-        for sequence in events.preempted:
-            found = self._requests.get(sequence.request.request_id)
-            if found is None:  # ended since: a victim with launched steps is told of late
-                continue
-            found.num_preemptions += 1
-            if hooks.request_preempted is not None:
-                self._plugins.observe(
-                    hooks.request_preempted,
-                    request=found.request,
-                    index=sequence.index,
-                    num_tokens=sequence.num_tokens,
-                )
+    def _commit_done(self, is_full: bool) -> list[LaunchedStep]:
+        """Wait for the oldest launched step; commit it, and others that are done by now.
 
-    def _commit_oldest(self) -> _Launched:
+        Beside busy Python threads the wait ends late (they keep the GIL), perhaps after the device
+        has run dry: `RunAhead` hears of it. ``is_full``: more steps could not have been launched.
+        """
+        steps = [self._commit_oldest()]
+        while self._in_flight and self._in_flight[0].in_flight.is_done():
+            steps.append(self._commit_oldest())
+        if is_full:
+            self._run_ahead.note(num_done=len(steps), is_dry=not self._in_flight)
+        return steps
+
+    def _commit_oldest(self) -> LaunchedStep:
         launched = self._in_flight[0]
         result = launched.in_flight.wait()  # may be interrupted: only then is the step taken out
         self._in_flight.popleft()
@@ -483,47 +459,6 @@ class Engine:
             self._plugins.observe(
                 hooks, request=state.request, finish_reason=reason, metrics=metrics, error=error
             )
-
-    def _report(self, outputs: list[StepOutput], launched: _Launched | None) -> None:
-        hooks = self._plugins.hooks
-        if outputs and hooks.tokens is not None:
-            self._plugins.observe(hooks.tokens, outputs=outputs)
-        if launched is not None and hooks.step_finished is not None:
-            self._plugins.observe(hooks.step_finished, stats=self._step_stats(launched))
-
-    def _step_stats(self, launched: _Launched) -> StepStats:
-        plan = launched.plan
-        decode, prefill = plan.seqs[: plan.num_decode_seqs], plan.seqs[plan.num_decode_seqs :]
-        return StepStats(
-            step_id=plan.step_id,
-            start_time=launched.start_time,
-            duration_seconds=time.monotonic() - launched.start_time,
-            num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting,
-            num_free_blocks=self._blocks.num_free_blocks,
-            num_blocks=self._blocks.num_blocks,
-            num_prefill_tokens=sum(seq.num_tokens for seq in prefill),
-            num_decode_tokens=len(decode),
-            num_cached_tokens=launched.num_cached_tokens,
-            num_preemptions=launched.num_preemptions,
-            rows=launched.rows,
-        )
-
-    def _step_rows(self, plan: StepPlan) -> tuple[StepRow, ...]:
-        rows = []
-        for row, scheduled in enumerate(plan.seqs):
-            sequence = self._sequences[scheduled.sequence_id]
-            rows.append(
-                StepRow(
-                    request_id=sequence.request.request_id,
-                    index=sequence.index,
-                    start=scheduled.start,
-                    num_tokens=scheduled.num_tokens,
-                    is_prefill=row >= plan.num_decode_seqs,
-                    samples=scheduled.samples,
-                )
-            )
-        return tuple(rows)
 
 
 def _either(first: StopCheck, second: StopCheck) -> StopCheck:

@@ -30,7 +30,7 @@ class HostWishes:
     def __init__(self, state: BatchState, *, all_steps: bool) -> None:
         """``all_steps``: nothing can be captured anyhow, so every step goes through ``state``."""
         self._state = state
-        self._all_steps = all_steps
+        self.all_steps = all_steps
         self._until: dict[int, int] = {}
         self._filtering: set[int] = set()
         self._unassigned: dict[int, SlotAssignment] = {}
@@ -45,8 +45,6 @@ class HostWishes:
 
     def are_in(self, plan: StepPlan) -> bool:
         """Whether the step must go through the host's sampler."""
-        if self._all_steps:
-            return True
         if not self._until:
             return False
         return any(self._is_wished(seq) for seq in plan.seqs)
@@ -67,7 +65,7 @@ class HostWishes:
     def _assign(self, assignment: SlotAssignment) -> None:
         slot, state = assignment.slot, self._state
         features = features_of(assignment.request, state.vocab_size)
-        if not self._all_steps and features & FILTERS:
+        if not self.all_steps and features & FILTERS:
             self._filtering.add(slot)
         asked = features & ~ON_DEVICE
         if assignment.request.sampling.prompt_logprobs is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import torch
 
 from nanoserve_core.kernels import reference_sampling as ops
 from nanoserve_core.request import Logprob
@@ -29,6 +31,11 @@ class LogprobRows:
     """How many tokens besides the given one each row asked for."""
     gathered: GatheredLogprobs
 
+    def on_its_way(self) -> LogprobRows:
+        """See `SamplerOutput.on_its_way`."""
+        gathered = type(self.gathered)(*(to_host(tensor) for tensor in self.gathered))
+        return replace(self, gathered=gathered)
+
     def read(self) -> dict[int, PositionLogprobs]:
         """Row -> logprobs. Waits for the device."""
         columns = zip(*(tensor.tolist() for tensor in self.gathered), strict=True)
@@ -36,6 +43,16 @@ class LogprobRows:
             row: _position_logprobs(*lists, num_entries=1 + num_top)
             for row, num_top, lists in zip(self.rows, self.num_top, columns, strict=True)
         }
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in page-locked memory that is complete when the current stream has got so far; a
+    tensor of the host as it is.
+    """
+    if tensor.device.type == "cpu":
+        return tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
 
 
 def token_logprobs(scores: Tensor, token_ids: Tensor, num_top: int) -> list[PositionLogprobs]:

@@ -88,6 +88,8 @@ class ModelRunner:
     """Steps that may be launched before the oldest is read; a CPU has none, its step is done when
     launch returns.
     """
+    max_run_ahead = 0
+    """The same where the host comes late."""
 
     def __init__(
         self,

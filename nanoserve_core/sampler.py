@@ -10,7 +10,7 @@ It writes nothing of the batch state, and knows no text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor
 from nanoserve_core.errors import RequestFailed
 from nanoserve_core.kernels import reference_sampling as ops
 from nanoserve_core.logits_edits import EDITS, edit_logits
-from nanoserve_core.logprobs import LogprobRows, token_logprobs
+from nanoserve_core.logprobs import LogprobRows, to_host, token_logprobs
 from nanoserve_core.philox import uniform
 from nanoserve_core.slot_rules import Feature
 
@@ -57,6 +57,17 @@ class SamplerOutput:
     is_empty: Tensor | None = None
     """[rows] bool, on the device: there was no token to draw."""
     logprobs: tuple[LogprobRows, ...] = ()
+
+    def on_its_way(self) -> SamplerOutput:
+        """The same with what the ``read_`` methods read on its way to the host: it is there when
+        the current stream has got so far, and reading then waits for nothing else.
+        """
+        return replace(
+            self,
+            token_ids=to_host(self.token_ids),
+            is_empty=None if self.is_empty is None else to_host(self.is_empty),
+            logprobs=tuple(part.on_its_way() for part in self.logprobs),
+        )
 
     def read_logprobs(self) -> tuple[PositionLogprobs | None, ...]:
         """Logprobs of each row, None where none were asked for."""
@@ -133,7 +144,7 @@ class _Step:
         if self._has(Feature.SAMPLED):
             self.is_empty = torch.zeros(len(slots), dtype=torch.bool, device=logits.device)
             draws = uniform(state.host_seed[slots], positions)
-            self.draws = torch.from_numpy(draws).to(logits.device)
+            self.draws = state.to_device(draws)
         self.scores: dict[int, Tensor] = {}
         self.errors: dict[int, Exception] = {}
         self.logprobs: list[LogprobRows] = []

@@ -109,9 +109,9 @@ def report_state(num_rows: int) -> None:
     tables.fields[SlotField.MAX_TOTAL_TOKENS] = 4096
     picked, ring = PickedTokens.allocate(num_rows, "cuda"), TokenRing.allocate(8, num_rows, "cuda")
     picked.token_ids.fill_(7)
-    deltas = torch.full((4 * num_rows, 2), -1, dtype=torch.int32, device="cuda")
+    deltas = torch.full((4 * num_rows + 1, 2), -1, dtype=torch.int32, device="cuda")
     launches: dict[str, Callable[[], None]] = {
-        f"  apply_deltas, {4 * num_rows}": partial(ops.apply_deltas, tables, deltas),
+        "  apply_deltas, none": partial(ops.apply_deltas, tables, deltas),
         "  gather_rows": partial(ops.gather_rows, tables, rows),
         "  advance_state": partial(ops.advance_state, tables, rows, picked=picked, ring=ring),
     }

@@ -3,8 +3,8 @@ same names, and the same ops for a CPU.
 
 A step, on the device from beginning to end::
 
-    apply_deltas(tables, deltas)          when the host has changed something
-    gather_rows(tables, rows)             after deltas, and before rows that the last step had not
+    apply_deltas(tables, deltas)          what the host has changed
+    gather_rows(tables, rows)             the rows' inputs
     ... the model: logits [rows, vocab] ...
     filter_tiles, filter_cut              when a row filters
     tile_statistics, pick_token           the tokens
@@ -34,12 +34,15 @@ LOWEST_TEMPERATURE = 1e-30
 
 
 def apply_deltas(tables: SlotTables, deltas: Tensor) -> None:
-    """Write pairs of (offset in ``tables.storage``, value). deltas: [n, 2] int32.
+    """Write pairs of (offset in ``tables.storage``, value). deltas: [n + 1, 2] int32.
 
-    A pair with offset -1 writes nothing. No offset may come twice. `SlotDeltas` makes the pairs.
+    The first pair is (number of pairs that follow and count, anything); its number is then 0. A
+    pair with offset -1 writes nothing. No offset may come twice. `SlotDeltas` makes the pairs.
     """
-    offsets, values = deltas[deltas[:, 0] >= 0].unbind(1)
+    pairs = deltas[1 : 1 + int(deltas[0, 0])]
+    offsets, values = pairs[pairs[:, 0] >= 0].unbind(1)
     tables.storage.index_copy_(0, offsets.long(), values)
+    deltas[0, 0] = 0
 
 
 def gather_rows(tables: SlotTables, rows: StepRows) -> None:

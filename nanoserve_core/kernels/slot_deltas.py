@@ -76,20 +76,23 @@ class SlotDeltas:
             start += self._layout.num_slots
 
     def take(self, out: HostInts) -> int:
-        """Move the changes to the first rows of ``out`` [capacity, 2]; gives how many there are.
+        """Move the changes to ``out`` [capacity, 2] as `apply_deltas` takes them, their number
+        first; gives how many pairs of ``out`` are filled.
 
         Raises ValueError when ``out`` is too short; then nothing is taken.
         """
         num_changes = len(self._changes)
-        if num_changes > len(out):
+        if num_changes >= len(out):
             raise ValueError(
-                f"{num_changes} changes of slot tables, expected at most {len(out)}. Take them in "
-                "time, or make the buffer longer."
+                f"{num_changes} changes of slot tables, expected at most {len(out) - 1}. Take them "
+                "in time, or make the buffer longer."
             )
-        out[:num_changes, 0] = np.fromiter(self._changes.keys(), np.int32, num_changes)
-        out[:num_changes, 1] = np.fromiter(self._changes.values(), np.int32, num_changes)
+        filled = out[: num_changes + 1]
+        filled[0] = num_changes, 0
+        filled[1:, 0] = np.fromiter(self._changes.keys(), np.int32, num_changes)
+        filled[1:, 1] = np.fromiter(self._changes.values(), np.int32, num_changes)
         self._changes.clear()
-        return num_changes
+        return num_changes + 1
 
 
 def _float_bits(value: float) -> int:

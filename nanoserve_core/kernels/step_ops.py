@@ -24,11 +24,11 @@ class StepOps(KernelOps, Protocol):
     and of the kernels' own files.
     """
 
-    def apply_deltas(self, tables: SlotTables, deltas: Tensor) -> None:
+    def apply_deltas(self, tables: SlotTables, deltas: Tensor, *, pdl: bool = False) -> None:
         """See `reference_state.apply_deltas`."""
         ...
 
-    def gather_rows(self, tables: SlotTables, rows: StepRows) -> None:
+    def gather_rows(self, tables: SlotTables, rows: StepRows, *, pdl: bool = False) -> None:
         """See `reference_state.gather_rows`."""
         ...
 

@@ -118,13 +118,16 @@ class Qwen3Model:
             layer.down(x.activated, ops=ops, out=x.hidden)
         return x.residual.add_(x.hidden)
 
-    def logits(self, hidden_states: Tensor, indices: Tensor) -> Tensor:
-        """Final norm and head of some rows: [tokens, hidden_size], [R] int64 -> [R, vocab_size],
-        freshly allocated.
+    def logits(
+        self, hidden_states: Tensor, indices: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Final norm and head of some rows: [tokens, hidden_size], [R] integers -> [R, vocab_size],
+        in ``out`` or freshly allocated.
         """
         wanted = hidden_states.index_select(0, indices)
         self._ops.rms_norm(wanted, self._weights.norm, eps=self._spec.rms_norm_eps, out=wanted)
-        out = wanted.new_empty((wanted.shape[0], self._spec.vocab_size))
+        if out is None:
+            out = wanted.new_empty((wanted.shape[0], self._spec.vocab_size))
         self._weights.lm_head(wanted, ops=self._ops, out=out)
         return out
 

@@ -56,7 +56,7 @@ def state_launches() -> Iterator[tuple[str, Callable[[], None]]]:
     rows = StepRows.allocate(LAYOUT, DEVICE, slots=tables.row_slots)
     picked = PickedTokens.allocate(NUM_ROWS, DEVICE)
     ring = TokenRing.allocate(64, NUM_ROWS, DEVICE)
-    deltas = torch.empty(512, 2, dtype=torch.int32, device=DEVICE)
+    deltas = torch.empty(513, 2, dtype=torch.int32, device=DEVICE)
     yield "apply_deltas", partial(ops.apply_deltas, tables, deltas, pdl=True)
     yield "gather_rows", partial(ops.gather_rows, tables, rows, pdl=True)
     yield (

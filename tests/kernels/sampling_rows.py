@@ -59,9 +59,9 @@ def rows_of(rows: Sequence[Row], device: str = "cpu") -> StepRows:
 
 def changes(deltas: SlotDeltas) -> tuple[Tensor, Tensor]:
     """Offsets, int64, and values of what ``deltas`` holds; takes it."""
-    out = np.zeros((len(deltas), 2), dtype=np.int32)
+    out = np.zeros((len(deltas) + 1, 2), dtype=np.int32)
     deltas.take(out)
-    offsets, values = torch.from_numpy(out).unbind(1)
+    offsets, values = torch.from_numpy(out[1:]).unbind(1)
     return offsets.long(), values
 
 

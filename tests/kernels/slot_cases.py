@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from nanoserve_core.kernels.slot_deltas import SlotDeltas
@@ -16,7 +17,6 @@ from nanoserve_core.kernels.slot_tables import (
     StepRows,
     TokenRing,
 )
-from tests.kernels.sampling_rows import changes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,8 +62,9 @@ class SlotCase:
 
     def change(self, deltas: SlotDeltas) -> None:
         """Apply changes."""
-        pairs = torch.stack(changes(deltas), 1).int().to(self.rows.slots.device)
-        self.ops.apply_deltas(self.tables, pairs)
+        out = np.zeros((len(deltas) + 1, 2), dtype=np.int32)
+        deltas.take(out)
+        self.ops.apply_deltas(self.tables, torch.from_numpy(out).to(self.rows.slots.device))
 
     def of_slots(self, name: SlotField) -> list[int]:
         """A field of every slot."""

@@ -34,7 +34,7 @@ class SlotStateContract:
         case = self.case([Slot(num_tokens=1)], [0])
         storage = case.tables.storage.clone()
         offsets = torch.randperm(len(storage))[:30].tolist()
-        pairs = [pair for offset in offsets for pair in ((offset, -offset), (-1, 5))]
+        pairs = [(60, 0), *(pair for o in offsets for pair in ((o, -o), (-1, 5))), (1, 77)]
         storage[offsets] = -torch.tensor(offsets, dtype=torch.int32, device=self.device)
 
         deltas = torch.tensor(pairs, dtype=torch.int32, device=self.device)
@@ -42,16 +42,28 @@ class SlotStateContract:
 
         assert torch.equal(case.tables.storage, storage)
 
-    @pytest.mark.parametrize("num_deltas", [0, 1, 255, 256, 257, 700])
+    @pytest.mark.parametrize("num_deltas", [0, 1, 1023, 1024, 1025, 2500])
     def test_any_number_of_deltas_is_written(self, num_deltas: int) -> None:
-        tables = self.case([Slot(num_tokens=1)] * 40, [0]).tables
+        tables = self.case([Slot(num_tokens=1)] * 100, [0]).tables
         expected = tables.storage.clone()
         expected[:num_deltas] = torch.arange(num_deltas, dtype=torch.int32)
-        deltas = torch.arange(num_deltas, dtype=torch.int32)[:, None].repeat(1, 2).to(self.device)
+        pairs = torch.arange(-1, num_deltas, dtype=torch.int32)[:, None].repeat(1, 2)
+        pairs[0, 0] = num_deltas
+
+        self.ops.apply_deltas(tables, pairs.to(self.device))
+
+        assert torch.equal(tables.storage, expected)
+
+    def test_deltas_that_were_applied_are_not_applied_again(self) -> None:
+        tables = self.case([Slot(num_tokens=1)], [0]).tables
+        deltas = torch.tensor([[1, 0], [3, 9]], dtype=torch.int32, device=self.device)
+        self.ops.apply_deltas(tables, deltas)
+        tables.storage[3] = 4
 
         self.ops.apply_deltas(tables, deltas)
 
-        assert torch.equal(tables.storage, expected)
+        assert int(tables.storage[3]) == 4
+        assert deltas[0].tolist() == [0, 0]
 
     def test_rows_get_the_inputs_of_their_slots(self) -> None:
         slots = [Slot(num_tokens=1), Slot(num_tokens=8, last_token=5), Slot(num_tokens=9)]

@@ -16,7 +16,7 @@ LAYOUT = SlotLayout(num_slots=3, max_num_blocks=4, block_size=16)
 def applied(deltas: SlotDeltas, tables: SlotTables | None = None) -> SlotTables:
     """The tables, new ones if none are given, after the changes."""
     tables = tables or SlotTables.allocate(LAYOUT, "cpu")
-    out = np.zeros((len(deltas), 2), dtype=np.int32)
+    out = np.zeros((len(deltas) + 1, 2), dtype=np.int32)
     deltas.take(out)
     reference_state.apply_deltas(tables, torch.from_numpy(out))
     return tables
@@ -94,10 +94,11 @@ def test_a_later_change_replaces_an_earlier_one() -> None:
     deltas.set_fields(0, {SlotField.IS_ACTIVE: 1})
 
     out = np.zeros((5, 2), dtype=np.int32)
-    num_changes = deltas.take(out)
+    num_pairs = deltas.take(out)
 
-    assert num_changes == 1
-    assert out[0].tolist() == [SlotField.IS_ACTIVE * LAYOUT.num_slots, 1]
+    assert num_pairs == 2
+    assert out[0].tolist() == [1, 0]
+    assert out[1].tolist() == [SlotField.IS_ACTIVE * LAYOUT.num_slots, 1]
     assert len(deltas) == 0
 
 
@@ -106,7 +107,7 @@ def test_a_buffer_that_is_too_short_takes_nothing() -> None:
     deltas.set_seed(0, 1)
 
     with pytest.raises(ValueError, match=r"2 changes of slot tables, expected at most 1"):
-        deltas.take(np.zeros((1, 2), dtype=np.int32))
+        deltas.take(np.zeros((2, 2), dtype=np.int32))
 
     assert len(deltas) == 2
 

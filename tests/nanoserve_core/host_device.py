@@ -32,14 +32,18 @@ PACK_SIZE = 4
 
 
 class HostMark:
-    """`Mark` of work that is done when it is given out."""
+    """`Mark` of work that is said to be done once somebody has waited for it."""
+
+    def __init__(self) -> None:
+        self.is_set = False
 
     def is_done(self) -> bool:
-        """Always."""
-        return True
+        """Whether it is."""
+        return not self.is_set
 
     def wait(self) -> None:
         """Returns at once."""
+        self.is_set = False
 
 
 class HostStream:
@@ -60,19 +64,21 @@ class HostStream:
 
     def upload(self, target: Tensor, source: Tensor, mark: Mark) -> None:
         """Copies."""
-        del mark
+        self.set(mark)
         target.copy_(source)
 
     def download(self, buffer: Tensor, parts: list[tuple[Tensor, int]], mark: Mark) -> None:
         """Copies."""
-        del mark
+        self.set(mark)
         start = 0
         for source, num_ints in parts:
             buffer[start : start + num_ints] = source[:num_ints]
             start += num_ints
 
     def set(self, mark: Mark) -> None:
-        """Nothing to wait for."""
+        """It is done when somebody waits for it."""
+        assert isinstance(mark, HostMark), "marks belong to the stream that made them"
+        mark.is_set = True
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -164,8 +170,6 @@ class HostOps:
     linear = staticmethod(reference.linear)
     qk_views = staticmethod(reference.qk_views)
     rms_norm = staticmethod(reference.rms_norm)
-    apply_deltas = staticmethod(reference_state.apply_deltas)
-    gather_rows = staticmethod(reference_state.gather_rows)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         """The oracle of that name, without ``pdl``."""

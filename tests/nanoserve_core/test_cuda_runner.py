@@ -285,11 +285,11 @@ def test_steps_without_wishes_do_not_pass_the_host_sampler() -> None:
     runner = cuda_runner_on_host(tiny_qwen3(), config)
     with Engine.from_runner(runner, config, PluginManager()) as engine:
         run(engine, [request_of(0, temperature=0.7, top_k=5), request_of(1)])
-        num_plain = runner.num_eager_steps
+        num_plain = runner.num_host_sampled_steps
         run(engine, [request_of(2, min_tokens=3)])
 
         assert num_plain == 0
-        assert runner.num_eager_steps == 3  # until the minimum is reached
+        assert runner.num_host_sampled_steps == 3  # until the minimum is reached
 
 
 def test_logits_of_hand_made_plans_are_those_of_transformers() -> None:

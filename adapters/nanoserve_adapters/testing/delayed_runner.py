@@ -21,7 +21,7 @@ class DelayedRunner:
     """
 
     def __init__(self, runner: ModelRunner, run_ahead: int) -> None:
-        self.run_ahead = run_ahead
+        self.run_ahead = self.max_run_ahead = run_ahead
         self.num_launched = 0
         self._runner = runner
 

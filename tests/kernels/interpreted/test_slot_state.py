@@ -62,7 +62,7 @@ def test_they_name_the_argument_that_does_not_fit() -> None:
     case = slot_case(triton_ops, [Slot(num_tokens=1)] * 3, [0, 1])
     rows, picked = case.rows, PickedTokens.allocate(3, "cpu")
 
-    with pytest.raises(ValueError, match=r"deltas has shape \[4\], expected \[n, 2\]"):
+    with pytest.raises(ValueError, match=r"deltas has shape \[4\], expected \[n \+ 1, 2\]"):
         triton_ops.apply_deltas(case.tables, torch.zeros(4, dtype=torch.int32))
     with pytest.raises(TypeError, match=r"deltas has dtype torch.int64"):
         triton_ops.apply_deltas(case.tables, torch.zeros(4, 2, dtype=torch.int64))
