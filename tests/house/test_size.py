@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 MAX_CORE_LINES = 8_000  # without kernels/
 """The design set out with 3,500, before logprobs, hooks, adopted weights and their epoch were
-written (5,500), and the runner of a CUDA device: graphs, streams, rows on the device (1,600 more); the
-rest is grammars and groups of requests.
+written (5,500), and the runner of a CUDA device: graphs, streams, rows on the device (1,600
+more); the rest is grammars and groups of requests.
 Raise it only with a reason in the change that does.
 """
 MAX_FILE_LINES = 450
