@@ -43,6 +43,7 @@ def call_reasons(call: SampleCall, *, has_user_cache: bool) -> list[Unsupported]
         *_flag_reasons(call),
         *_argument_reasons(call),
         *_cache_reasons(call, has_user_cache),
+        *_chunk_reasons(call),
         *_shape_reasons(call),
         *_autocast_reasons(call),
     ]
@@ -208,6 +209,20 @@ def _cache_reasons(call: SampleCall, has_user_cache: bool) -> list[Unsupported]:
             value=implementation,
             because="keeps its own paged cache, and returns a DynamicCache in a dict",
             way_out="Leave it out.",
+        )
+    ]
+
+
+def _chunk_reasons(call: SampleCall) -> list[Unsupported]:
+    config = call.generation_config
+    if getattr(config, "prefill_chunk_size", None) is None or config.use_cache:
+        return []
+    return [
+        Unsupported(
+            option="prefill_chunk_size",
+            value=config.prefill_chunk_size,
+            because="leaves to transformers to refuse it together with use_cache=False",
+            way_out="Leave one of the two out.",
         )
     ]
 

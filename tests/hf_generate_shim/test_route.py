@@ -186,6 +186,16 @@ def test_static_cache_in_a_dict_falls_back(model: Qwen3ForCausalLM) -> None:
     assert [reason.option for reason in found.reasons] == ["cache_implementation"]
 
 
+def test_chunks_without_a_cache_are_left_to_transformers_to_refuse(
+    model: Qwen3ForCausalLM,
+) -> None:
+    without = route(model, prefill_chunk_size=2, use_cache=False)
+    with_cache = route(model, prefill_chunk_size=2)
+
+    assert [reason.option for reason in without.reasons] == ["prefill_chunk_size"]
+    assert with_cache.path is Path.FAST
+
+
 def test_cache_of_the_caller_falls_back(model: Qwen3ForCausalLM) -> None:
     call = capture(model, **ragged(), max_new_tokens=4, **{CACHE: DynamicCache()})
 
