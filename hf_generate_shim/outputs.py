@@ -14,7 +14,7 @@ from hf_generate_shim.replayed_cache import ReplayedCache
 
 if TYPE_CHECKING:
     from hf_generate_shim.call import HFObject, SampleCall
-    from hf_generate_shim.results import Results
+    from hf_generate_shim.results import Results, Sample
     from hf_generate_shim.task import Task
 
 
@@ -35,7 +35,7 @@ def assemble(call: SampleCall, task: Task, results: Results) -> HFObject:
     if not call.wants_dict:
         return sequences
     logits = _per_step(call, [row.logits for row in results.rows], num_steps)
-    scores = _per_step(call, [row.scores for row in results.rows], num_steps)
+    scores = _per_step(call, [_scores(row, task) for row in results.rows], num_steps)
     if not call.logits_processor:  # then transformers' two tuples hold the same tensors
         scores = logits
     return GenerateDecoderOnlyOutput(
@@ -44,6 +44,12 @@ def assemble(call: SampleCall, task: Task, results: Results) -> HFObject:
         logits=logits if call.wants_logits else None,
         **{_cache_field(): ReplayedCache.of(call, sequences)},
     )
+
+
+def _scores(row: Sample, task: Task) -> list[torch.Tensor]:
+    if not task.renormalizes_scores:
+        return row.scores
+    return [scores.log_softmax(dim=-1) for scores in row.scores]
 
 
 def _num_steps(task: Task, results: Results) -> int:

@@ -2,8 +2,8 @@
 
 Each is known by its exact class and read from its own attributes. A subclass, an unknown class or a
 parameter without a counterpart is never guessed at: it comes back as `Unsupported`, so that no
-processor is lost. The engine's order is penalty, biases and masks, temperature, top-k, top-p,
-min-p; a list in which the order matters and differs is refused too.
+processor is lost. The engine's order is penalty, biases and masks, rules for single steps,
+temperature, top-k, top-p, min-p; a list in which the order matters and differs is refused too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from hf_generate_shim.call import HFObject
+from hf_generate_shim.step_rules import StepRule
 from nanoserve_adapters.unsupported import Unsupported
 
 if TYPE_CHECKING:
@@ -37,8 +38,16 @@ class SamplingDraft:
     """What ``min_tokens`` forbids; must equal the ids that end a row, which the engine forbids."""
     logit_bias: dict[int, float] = field(default_factory=dict)
     bad_words: list[tuple[int, ...]] = field(default_factory=list)
+    step_rules: list[StepRule] = field(default_factory=list)
     last_warper: int = 0
     """Rank of the latest of temperature, top-k, top-p, min-p: last, in order, each once."""
+    renormalizes: bool = False
+    """Scores are log-probabilities: the tokens are the same, and nothing may come after it."""
+
+    @property
+    def is_past_masks(self) -> bool:
+        """True when biases and masks of all steps would come too late."""
+        return bool(self.last_warper or self.step_rules)
 
     @property
     def has_finite_bias(self) -> bool:
@@ -78,7 +87,7 @@ def _unknown(processor: object, draft: SamplingDraft) -> str | None:
 def _repetition_penalty(processor: HFObject, draft: SamplingDraft) -> str | None:
     if not _ignores_exactly_the_pads(processor.prompt_ignore_length, draft.prompts):
         return "sees only unmasked prompt tokens, and this processor would see others"
-    if draft.last_warper or draft.has_finite_bias or "repetition_penalty" in draft.options:
+    if draft.is_past_masks or draft.has_finite_bias or "repetition_penalty" in draft.options:
         return _WRONG_ORDER
     draft.options["repetition_penalty"] = processor.penalty
     return None
@@ -95,7 +104,7 @@ def _ignores_exactly_the_pads(ignored: object, prompts: Prompts) -> bool:
 
 def _sequence_bias(processor: HFObject, draft: SamplingDraft) -> str | None:
     biases: Mapping[tuple[int, ...], float] = processor.sequence_bias
-    if draft.last_warper:
+    if draft.is_past_masks:
         return _WRONG_ORDER
     if any(not token_id < draft.vocab_size for ids in biases for token_id in ids):
         return f"has no token ids beyond the vocabulary of {draft.vocab_size}"
@@ -129,7 +138,7 @@ def _min_new_tokens(processor: HFObject, draft: SamplingDraft) -> str | None:
 
 
 def _forbid_until(num_tokens: int, eos_token_id: torch.Tensor, draft: SamplingDraft) -> str | None:
-    if draft.last_warper:
+    if draft.is_past_masks:
         return _WRONG_ORDER
     if num_tokens > 0:
         draft.min_tokens = max(draft.min_tokens, num_tokens)
@@ -140,17 +149,53 @@ def _forbid_until(num_tokens: int, eos_token_id: torch.Tensor, draft: SamplingDr
 def _suppress_tokens(processor: HFObject, draft: SamplingDraft) -> str | None:
     if draft.last_warper:
         return _WRONG_ORDER
-    for token_id in processor.suppress_tokens.tolist():
-        if 0 <= token_id < draft.vocab_size:  # others match no column, in transformers too
-            draft.logit_bias[token_id] = -math.inf
+    token_ids = _known_ids(processor.suppress_tokens, draft)
+    draft.logit_bias.update(dict.fromkeys(token_ids, -math.inf))
+    # A token that was forced before is suppressed after all; biases come before forced tokens.
+    draft.step_rules += [
+        StepRule(step=rule.step, token_ids=token_ids, is_forced=False)
+        for rule in draft.step_rules
+        if not set(rule.token_ids).isdisjoint(token_ids)
+    ]
     return None
 
 
+def _suppress_at_begin(processor: HFObject, draft: SamplingDraft) -> str | None:
+    token_ids = _known_ids(processor.begin_suppress_tokens, draft)
+    return _step_rule(draft, processor.begin_index, token_ids, is_forced=False)
+
+
 def _forced_bos(processor: HFObject, draft: SamplingDraft) -> str | None:
-    del processor
-    if draft.prompts.width == 1:
-        return "has no forced token after a prompt of one token"
-    return None  # it only ever acts when the sequence has one token
+    """Of use after a prompt of one token only."""
+    return _forced(draft, 1, torch.tensor([processor.bos_token_id]))
+
+
+def _forced_eos(processor: HFObject, draft: SamplingDraft) -> str | None:
+    return _forced(draft, processor.max_length - 1, processor.eos_token_id)
+
+
+def _forced(draft: SamplingDraft, length: float, forced: torch.Tensor) -> str | None:
+    token_ids = _known_ids(forced, draft)
+    if len(token_ids) < forced.numel():
+        return f"has no token ids beyond the vocabulary of {draft.vocab_size}"
+    return _step_rule(draft, length, token_ids, is_forced=True)
+
+
+def _step_rule(
+    draft: SamplingDraft, length: float, token_ids: tuple[int, ...], *, is_forced: bool
+) -> str | None:
+    """A rule for the rows when they have ``length`` columns, pads included."""
+    if draft.last_warper:
+        return _WRONG_ORDER
+    step = length - draft.prompts.width
+    if step >= 0 and step == int(step) and token_ids:
+        draft.step_rules.append(StepRule(step=int(step), token_ids=token_ids, is_forced=is_forced))
+    return None
+
+
+def _known_ids(token_ids: torch.Tensor, draft: SamplingDraft) -> tuple[int, ...]:
+    """Others match no column, in transformers too."""
+    return tuple(i for i in token_ids.flatten().tolist() if 0 <= i < draft.vocab_size)
 
 
 def _temperature(processor: HFObject, draft: SamplingDraft) -> str | None:
@@ -189,6 +234,16 @@ def _warper(draft: SamplingDraft, rank: int, name: str, value: float) -> str | N
     return None
 
 
+def _renormalize(processor: HFObject, draft: SamplingDraft) -> str | None:
+    del processor
+    draft.renormalizes = True
+    draft.last_warper = _AFTER_ALL
+    return None
+
+
+_AFTER_ALL = 5
+"""Rank beyond every warper's."""
+
 _READERS: Mapping[type, Reader] = {
     hf.RepetitionPenaltyLogitsProcessor: _repetition_penalty,
     hf.SequenceBiasLogitsProcessor: _sequence_bias,
@@ -196,11 +251,14 @@ _READERS: Mapping[type, Reader] = {
     hf.MinLengthLogitsProcessor: _min_length,
     hf.MinNewTokensLengthLogitsProcessor: _min_new_tokens,
     hf.SuppressTokensLogitsProcessor: _suppress_tokens,
+    hf.SuppressTokensAtBeginLogitsProcessor: _suppress_at_begin,
     hf.ForcedBOSTokenLogitsProcessor: _forced_bos,
+    hf.ForcedEOSTokenLogitsProcessor: _forced_eos,
     hf.TemperatureLogitsWarper: _temperature,
     hf.TopKLogitsWarper: _top_k,
     hf.TopPLogitsWarper: _top_p,
     hf.MinPLogitsWarper: _min_p,
+    hf.LogitNormalization: _renormalize,
 }
 
 # The argument of `generate` that makes transformers add a processor, for messages.

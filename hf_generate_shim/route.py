@@ -107,6 +107,8 @@ def _fast(call: SampleCall, draft: SamplingDraft, rules: StopRules) -> Route:
         pad_token_id=pad,
         time_limit=rules.time_limit,
         stop_strings=rules.stop_strings,
+        step_rules=tuple(draft.step_rules),
+        renormalizes_scores=draft.renormalizes,
         output_logits=call.wants_logits or (call.wants_scores and scores_are_logits),
         output_scores=call.wants_scores and not scores_are_logits,
     )

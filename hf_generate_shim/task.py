@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+from hf_generate_shim.step_rules import StepRules
 from nanoserve_core.philox import derive_seed
 from nanoserve_core.request import Request
 
 if TYPE_CHECKING:
     from hf_generate_shim.criteria import TimeLimit
+    from hf_generate_shim.step_rules import StepRule
     from hf_generate_shim.stop_strings import StopStrings
-    from nanoserve_core.request import StopCheck
+    from nanoserve_core.request import LogitsProcessor, StopCheck
     from nanoserve_core.sampling_params import SamplingParams
 
 _REQUESTS = 2**32
@@ -31,6 +33,8 @@ class Task:
     """What fills a row after its end."""
     time_limit: TimeLimit | None = None
     stop_strings: StopStrings | None = None
+    step_rules: tuple[StepRule, ...] = ()
+    renormalizes_scores: bool = False
     output_logits: bool = False
     output_scores: bool = False
 
@@ -84,10 +88,16 @@ def _request(
         prompt_token_ids=prompt,
         sampling=task.sampling.replace(n=n, seed=seed),
         should_stop=_stop_check(task, prompt),
+        logits_processors=_processors(task, prompt),
         output_logits=task.output_logits,
         output_scores=task.output_scores,
         metadata={"source": "hf_generate_shim"},
     )
+
+
+def _processors(task: Task, prompt: tuple[int, ...]) -> tuple[LogitsProcessor, ...]:
+    rules = task.step_rules
+    return (StepRules(rules, num_prompt_tokens=len(prompt)),) if rules else ()
 
 
 def _stop_check(task: Task, prompt: tuple[int, ...]) -> StopCheck | None:

@@ -424,13 +424,15 @@ def test_options_of_the_caller_are_not_changed(model: Qwen3ForCausalLM, handle: 
 def test_explain_gives_the_path_and_every_reason(model: Qwen3ForCausalLM, handle: Handle) -> None:
     fast = hf_generate_shim.explain(model, **CALL)
     beams = hf_generate_shim.explain(model, **CALL, num_beams=2)
-    two = hf_generate_shim.explain(model, **CALL, no_repeat_ngram_size=2, renormalize_logits=True)
+    two = hf_generate_shim.explain(
+        model, **CALL, no_repeat_ngram_size=2, remove_invalid_values=True
+    )
 
     assert (fast.path, fast.reasons, str(fast)) == (
         Path.FAST, (), "fast: the engine runs this call"
     )  # fmt: skip
     assert [reason.option for reason in beams.reasons] == ["num_beams"]
-    assert [r.option for r in two.reasons] == ["no_repeat_ngram_size", "renormalize_logits"]
+    assert [r.option for r in two.reasons] == ["no_repeat_ngram_size", "remove_invalid_values"]
     assert "no_repeat_ngram_size=2: it has no" in str(two)
     assert handle.counters == hf_generate_shim.Counters()
     assert handle.stats().steps == 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 import torch
-from transformers import GenerationConfig, Qwen3ForCausalLM
+from transformers import CompileConfig, GenerationConfig, Qwen3ForCausalLM
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import (
@@ -134,6 +134,38 @@ FAST: dict[str, Options] = {
                                "min_new_tokens": 3},
     "dict, filtered scores": {**DICT, "do_sample": True, "top_k": 1, "temperature": 0.7},
     "dict, no cache": {**DICT, "use_cache": False},
+    "forced eos": {"forced_eos_token_id": EOS, "eos_token_id": EOS},
+    "forced eos list, other eos": {"forced_eos_token_id": [5, 7], "eos_token_id": FEW},
+    "forced eos against minimum and bad words": {
+        "forced_eos_token_id": EOS, "eos_token_id": EOS, "min_new_tokens": 8,
+        "bad_words_ids": [[EOS], [97]],
+    },
+    "forced eos, fraction of a token": {"forced_eos_token_id": 5, "max_new_tokens": 2.5},
+    "forced eos of which one is suppressed": {
+        **DICT, "forced_eos_token_id": [9, 5], "suppress_tokens": [5, 97],
+    },
+    "forced bos": {**batch([65], [97]), "forced_bos_token_id": 77},
+    "forced bos, longer prompt": {"forced_bos_token_id": 77},
+    "begin_suppress_tokens": {"begin_suppress_tokens": [97, 118, -1, *range(0, 200, 2)]},
+    "begin_suppress_tokens after forced bos": {
+        **batch([65]), "forced_bos_token_id": 77, "begin_suppress_tokens": list(range(100))
+    },
+    "all rules for steps": {
+        **DICT, "begin_suppress_tokens": list(range(60)), "forced_eos_token_id": 9,
+        "suppress_tokens": list(range(100, 160)), "eos_token_id": [9, 61],
+    },
+    "renormalized": {"renormalize_logits": True},
+    "dict, renormalized": {**DICT, "renormalize_logits": True, "eos_token_id": FEW},
+    "dict, renormalized after filters": {
+        **DICT, "renormalize_logits": True, "do_sample": True, "top_k": 1, "temperature": 0.7
+    },
+    "chunked prefill": {"prefill_chunk_size": 3},
+    "no compilation": {"disable_compile": True, "compile_config": CompileConfig()},
+    "sliding cache": {"cache_implementation": "sliding_window"},
+    "hybrid cache": {"cache_implementation": "hybrid"},
+    "dynamic cache": {"cache_implementation": "dynamic"},
+    "dict, dynamic cache": {**DICT, "cache_implementation": "dynamic"},
+    "logits to keep": {"logits_to_keep": 1},
     "own criteria of known classes": {
         "stopping_criteria": [MaxLengthCriteria(12), EosTokenCriteria(FEW)], "pad_token_id": 9,
     },
@@ -150,8 +182,6 @@ FALLBACK: dict[str, Options] = {
         "logits_processor": [NoThrees()], "bad_words_ids": [[97]], "do_sample": True, "top_k": 1
     },
     "own criterion": {"stopping_criteria": [FifthColumn()]},
-    "forced eos": {"forced_eos_token_id": EOS},
-    "begin_suppress_tokens": {"begin_suppress_tokens": [97, 118]},
     "penalty over holes": {**holed(), "repetition_penalty": 1.5},
     "bias before penalty": {
         **EQUAL, "sequence_bias": [[[97], 4.0]], "repetition_penalty": 1.5

@@ -12,6 +12,7 @@ from transformers.generation import logits_process as hf
 
 from hf_generate_shim.processors import SamplingDraft, read_processors
 from hf_generate_shim.prompts import Prompts
+from hf_generate_shim.step_rules import StepRule
 from tests.hf_generate_shim.calls import PENALTY_SKIPS_PADS
 
 IDS = torch.tensor([[0, 0, 1, 2, 3], [4, 5, 6, 7, 8]])
@@ -65,6 +66,10 @@ def test_warpers_in_transformers_order_give_their_parameters() -> None:
         [hf.TopKLogitsWarper(5), hf.SuppressTokensLogitsProcessor([3])],
         [hf.TopKLogitsWarper(5), hf.MinLengthLogitsProcessor(9, 3)],
         [hf.TemperatureLogitsWarper(0.5), hf.RepetitionPenaltyLogitsProcessor(1.5)],
+        [hf.LogitNormalization(), hf.TopKLogitsWarper(5)],
+        [hf.LogitNormalization(), hf.ForcedBOSTokenLogitsProcessor(3)],
+        [hf.ForcedEOSTokenLogitsProcessor(9, 3), hf.RepetitionPenaltyLogitsProcessor(1.5)],
+        [hf.ForcedEOSTokenLogitsProcessor(9, 3), hf.NoBadWordsLogitsProcessor([[3]])],
         [hf.SequenceBiasLogitsProcessor([[[3], 2.0]]), hf.RepetitionPenaltyLogitsProcessor(1.5)],
     ],
 )
@@ -84,7 +89,7 @@ def test_another_order_than_the_engine_s_is_refused(processors: list[object]) ->
         MyTemperature(0.7),
         MyProcessor(),
         hf.TypicalLogitsWarper(0.5),
-        hf.LogitNormalization(),
+        hf.ForcedEOSTokenLogitsProcessor(9, VOCAB_SIZE),
     ],
 )
 def test_parameters_and_classes_without_counterpart_are_refused(warper: object) -> None:
@@ -194,9 +199,23 @@ def test_suppressed_tokens_outside_the_vocabulary_are_left_out() -> None:
 
 
 def test_forced_bos_acts_on_prompts_of_one_token_only() -> None:
-    _, refused = read(hf.ForcedBOSTokenLogitsProcessor(3))
+    draft, refused = read(hf.ForcedBOSTokenLogitsProcessor(3))
+
+    assert (draft.step_rules, refused) == ([], [])
+
+
+def test_rules_for_single_steps_count_new_tokens() -> None:
+    draft, refused = read(
+        hf.ForcedEOSTokenLogitsProcessor(9, [3, 4]),
+        hf.SuppressTokensLogitsProcessor([5]),
+        hf.SuppressTokensAtBeginLogitsProcessor([6, VOCAB_SIZE], 5),
+    )
 
     assert refused == []
+    assert draft.step_rules == [
+        StepRule(step=3, token_ids=(3, 4), is_forced=True),
+        StepRule(step=0, token_ids=(6,), is_forced=False),
+    ]
 
 
 def test_reason_names_the_argument_that_made_the_processor() -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import CompileConfig, DynamicCache
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from hf_generate_shim import Path, TokenIdOutOfRange
@@ -139,6 +139,10 @@ FAST = {
     "bad_words_ids": [[3], [4]],
     "sequence_bias": [[[3], -5.0]],
     "forced_bos_token_id": 3,
+    "forced_eos_token_id": EOS,
+    "begin_suppress_tokens": [3],
+    "renormalize_logits": True,
+    "compile_config": CompileConfig(),
 }
 
 
@@ -153,11 +157,8 @@ FALLBACK = {
     "no_repeat_ngram_size": 2,
     "encoder_repetition_penalty": 1.5,
     "encoder_no_repeat_ngram_size": 2,
-    "forced_eos_token_id": EOS,
-    "begin_suppress_tokens": [3],
     "remove_invalid_values": True,
     "exponential_decay_length_penalty": (2, 1.5),
-    "renormalize_logits": True,
     "guidance_scale": 1.5,
     "prefix_allowed_tokens_fn": lambda *_: [1, 2],
     "output_attentions": True,
@@ -265,11 +266,11 @@ def test_autocast_falls_back(model: Qwen3ForCausalLM) -> None:
 
 
 def test_all_reasons_are_found_not_only_the_first(model: Qwen3ForCausalLM) -> None:
-    found = route(model, no_repeat_ngram_size=2, renormalize_logits=True)
+    found = route(model, no_repeat_ngram_size=2, remove_invalid_values=True)
 
     assert [reason.option for reason in found.reasons] == [
         "no_repeat_ngram_size",
-        "renormalize_logits",
+        "remove_invalid_values",
     ]
 
 
