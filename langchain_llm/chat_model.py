@@ -96,7 +96,7 @@ class ChatNanoserve(ServedModel, BaseChatModel):
         waits_before_calls = self._has_cache() or self.rate_limiter is not None
         if len(messages) < 2 or waits_before_calls:
             return super().generate(messages, stop, callbacks, **kwargs)
-        with presubmitted(self._presubmission(messages, self.call_options(stop, **given))):
+        with presubmitted(self._presubmission(messages, self.loaded_options(stop, **given))):
             return super().generate(messages, stop, callbacks, **kwargs)
 
     def _has_cache(self) -> bool:
@@ -128,7 +128,7 @@ class ChatNanoserve(ServedModel, BaseChatModel):
         if submitted is not None:
             outputs = [output for step in calls.read(submitted.stream) for output in step]
             return submitted.call.result(outputs)
-        call = self._call(messages, self.call_options(stop, **kwargs), run_manager)
+        call = self._call(messages, self.loaded_options(stop, **kwargs), run_manager)
         return call.result(calls.run(self.engine, [call.request], call.options.timeout))
 
     @override
@@ -140,7 +140,7 @@ class ChatNanoserve(ServedModel, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         await self.engine.aload()
-        call = self._call(messages, self.call_options(stop, **kwargs), run_manager)
+        call = self._call(messages, self.loaded_options(stop, **kwargs), run_manager)
         return call.result(await calls.arun(self.engine, [call.request], call.options.timeout))
 
     @override
@@ -169,7 +169,7 @@ class ChatNanoserve(ServedModel, BaseChatModel):
     ) -> Iterator[ChatGenerationChunk]:
         submitted = take_submitted(messages)
         if submitted is None:
-            submitted = self._submitted(messages, self.call_options(stop, **kwargs), run_manager)
+            submitted = self._submitted(messages, self.loaded_options(stop, **kwargs), run_manager)
         call, assembler = submitted.call, submitted.call.assembler()
         with closing(calls.read(submitted.stream)) as steps:
             for outputs in steps:
@@ -187,7 +187,7 @@ class ChatNanoserve(ServedModel, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         engine = await self.engine.aload()
-        call = self._call(messages, self.call_options(stop, **kwargs), run_manager)
+        call = self._call(messages, self.loaded_options(stop, **kwargs), run_manager)
         assembler = call.assembler()
         stream = engine.thread.astream(call.request, timeout_seconds=call.options.timeout)
         async with aclosing(calls.aread(stream)) as steps:

@@ -144,7 +144,7 @@ class NanoserveLLM(ServedModel, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        options = self.call_options(stop, **kwargs)
+        options = self.loaded_options(stop, **kwargs)
         if self._emits_tokens(prompts, run_manager):
             chunks = list(self._stream(prompts[0], stop, run_manager, **kwargs))
             return result_of_chunks(chunks, model_name=options.model_name)
@@ -160,7 +160,7 @@ class NanoserveLLM(ServedModel, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         await self.engine.aload()
-        options = self.call_options(stop, **kwargs)
+        options = self.loaded_options(stop, **kwargs)
         if self._emits_tokens(prompts, run_manager):
             stream = self._astream(prompts[0], stop, run_manager, **kwargs)
             chunks = [chunk async for chunk in stream]
@@ -188,7 +188,7 @@ class NanoserveLLM(ServedModel, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        options = _for_stream(self.call_options(stop, **kwargs))
+        options = _for_stream(self.loaded_options(stop, **kwargs))
         (request,) = self._requests([prompt], options, run_manager)
         pieces = self._pieces(request, options)
         stream = self.engine.thread.stream(request, timeout_seconds=options.timeout)
@@ -209,7 +209,7 @@ class NanoserveLLM(ServedModel, BaseLLM):
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
         engine = await self.engine.aload()
-        options = _for_stream(self.call_options(stop, **kwargs))
+        options = _for_stream(self.loaded_options(stop, **kwargs))
         (request,) = self._requests([prompt], options, run_manager)
         pieces = self._pieces(request, options)
         stream = engine.thread.astream(request, timeout_seconds=options.timeout)

@@ -1,4 +1,5 @@
-"""The one place where an option's sources meet: call > bind > field > default.
+"""The one place where an option's sources meet: call > bind > field > the checkpoint's
+recommendation > default.
 
 Every option of a call is also a field of the model, under the same name. LangChain has merged
 ``bind`` into the call's arguments when they arrive here. In a call None means "not given".
@@ -122,11 +123,15 @@ def named_in_call(options: Options, fields: Iterable[str], *, where: str) -> dic
     return named(rest, known, where=where)
 
 
-def merge(fields: Options, given: Options, stop: list[str] | None) -> CallOptions:
+def merge(
+    fields: Options, given: Options, stop: list[str] | None, recommended: Options
+) -> CallOptions:
     """The options of one call. `fields`: the model's; `given`: from `named_in_call`; `stop`:
-    LangChain's own argument, which replaces the field's list (an empty list switches it off).
+    LangChain's own argument, which replaces the field's list (an empty list switches it off);
+    `recommended`: the checkpoint's, for what nobody has set.
     """
-    merged = {**fields, **given}
+    chosen = {name: value for name, value in fields.items() if value is not None}
+    merged = {**recommended, **chosen, **given}
     if stop is not None:
         merged["stop"] = stop
     return CallOptions(

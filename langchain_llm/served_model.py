@@ -70,10 +70,13 @@ class ServedModel(BaseLanguageModel):  # type: ignore[type-arg]  # the two subcl
     """Other names under which calls may ask for this model (``invoke(..., model=name)``)."""
 
     temperature: float | None = None
-    """0 is greedy; None: 1.0."""
+    """0 is greedy; None: what the checkpoint's generation_config recommends, else 1.0. The same
+    holds for top_p, top_k, min_p, repetition_penalty and max_tokens, each for itself.
+    """
     max_tokens: int | None = None
-    """Most tokens to generate, also ``max_new_tokens``; -1: to the end of the context. None: as -1
-    for chat, where a turn ends by itself; for plain text 512, or what the context has room for.
+    """Most tokens to generate, also ``max_new_tokens``; -1: to the end of the context. None, and
+    nothing recommended: as -1 for chat, where a turn ends by itself; for plain text 512, or what
+    the context has room for.
     """
     min_tokens: int | None = None
     top_p: float | None = None
@@ -284,8 +287,22 @@ class ServedModel(BaseLanguageModel):  # type: ignore[type-arg]  # the two subcl
         stop: list[str] | None = None,
         **given: Any,  # Any: each option is checked where it is used
     ) -> CallOptions:
-        """The merged options of a call with these arguments; `ConfigError` for wrong ones."""
-        return merge(self.__dict__, self._named(given), stop)
+        """The merged options of a call with these arguments; `ConfigError` for wrong ones.
+
+        Loads nothing: what the checkpoint recommends is only among them when it is loaded.
+        """
+        loaded = self.engine.load() if self.engine.is_loaded else None
+        recommended = loaded.recommended_sampling if loaded is not None else {}
+        return merge(self.__dict__, self._named(given), stop, recommended)
+
+    def loaded_options(
+        self,
+        stop: list[str] | None = None,
+        **given: Any,  # Any: each option is checked where it is used
+    ) -> CallOptions:
+        """`call_options`, with the checkpoint's recommendations: loads the engine if need be."""
+        self.engine.load()
+        return self.call_options(stop, **given)
 
     def _named(self, given: Mapping[str, Any]) -> dict[str, Any]:
         known = {*type(self).model_fields, *self.call_only_options}

@@ -43,6 +43,10 @@ class LoadedEngine(Protocol):
     def config(self) -> EngineConfig:
         """The options the engine runs with."""
 
+    @property
+    def recommended_sampling(self) -> Mapping[str, Any]:  # Any: numbers
+        """Fields of `SamplingParams` that the checkpoint recommends."""
+
     def close(self) -> None:
         """Give the engine back."""
 
@@ -100,7 +104,8 @@ class EngineRecipe:
         """A handle of the process's one engine for the model, its tokenizer loaded too."""
         handle = acquire(self.model, tokenizer=self.tokenizer_source, **self.options)
         try:
-            _ = handle.tokenizer  # here, where nobody's event loop is held up by it
+            # Here, where nobody's event loop is held up by them.
+            _ = handle.tokenizer, handle.recommended_sampling
         except BaseException:
             handle.close()
             raise
@@ -149,6 +154,11 @@ class BorrowedEngine:
         """The options the engine runs with."""
         config: EngineConfig = self.thread.engine.config
         return config
+
+    @property
+    def recommended_sampling(self) -> Mapping[str, Any]:  # Any: numbers
+        """The handle's; a bare thread does not know where its model came from, and has none."""
+        return {} if self._handle is None else self._handle.recommended_sampling
 
     def load(self) -> BorrowedEngine:
         """Itself: it runs already."""

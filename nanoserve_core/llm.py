@@ -20,6 +20,7 @@ from nanoserve_core.collect import OutputCollector
 from nanoserve_core.config import EngineConfig
 from nanoserve_core.engine import Engine
 from nanoserve_core.errors import ConfigError, InvalidRequest, RequestFailed
+from nanoserve_core.recommended_sampling import recommended_sampling
 from nanoserve_core.request import Request, RequestOutput
 from nanoserve_core.sampling_params import SamplingParams
 from nanoserve_core.text import TextStop, bad_words_to_ids
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
 Prompt: TypeAlias = "str | Sequence[int]"
 Message: TypeAlias = Mapping[str, Any]
 """One chat message, ``{"role": ..., "content": ...}`` and what else the template reads."""
-
-
-_RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class LLM:
@@ -78,12 +76,7 @@ class LLM:
         """What the checkpoint's generation_config recommends; plain `SamplingParams` when it says
         nothing.
         """
-        config = _generation_config(self._source)
-        names = {"max_new_tokens": "max_tokens", **{name: name for name in _RECOMMENDED}}
-        found = {ours: getattr(config, theirs, None) for theirs, ours in names.items()}
-        return SamplingParams.from_options(
-            **{name: value for name, value in found.items() if value is not None}
-        )
+        return SamplingParams.from_options(**recommended_sampling(self._source))
 
     def generate(
         self,
@@ -273,19 +266,6 @@ def _results(collectors: Sequence[OutputCollector]) -> list[RequestOutput]:
             outputs,
         ) from failed[0][1]
     return outputs
-
-
-def _generation_config(
-    source: object,
-) -> Any:  # noqa: ANN401 - transformers is only imported when a checkpoint is read
-    if not isinstance(source, (str, Path)):
-        return getattr(source, "generation_config", None)
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_pretrained(str(source))
-    except OSError:  # the checkpoint has none
-        return None
 
 
 def _load_tokenizer(source: object) -> Any:  # noqa: ANN401 - HuggingFace tokenizers share no public base type

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from nanoserve_adapters.engine_thread import EngineThread
 from nanoserve_core.config import EngineConfig
 from nanoserve_core.errors import ConfigError, EngineClosed
+from nanoserve_core.recommended_sampling import recommended_sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -104,6 +105,13 @@ class EngineHandle:
     def model_name(self) -> str:
         """Hub id, resolved folder, or the live module's ``name_or_path``, else its class name."""
         return self._model_name
+
+    @property
+    def recommended_sampling(self) -> Mapping[str, Any]:  # Any: numbers
+        """Fields of `SamplingParams` that the model's generation_config recommends; read at the
+        first use, any thread.
+        """
+        return self._require_entry().recommended_sampling
 
     @property
     def is_closed(self) -> bool:
@@ -297,6 +305,12 @@ class RegistryEntry:
             if name not in self._tokenizers:
                 self._tokenizers[name] = _load_tokenizer(name)
             return self._tokenizers[name]
+
+    @functools.cached_property
+    def recommended_sampling(self) -> Mapping[str, Any]:  # Any: numbers
+        """See `EngineHandle`; of a live module as long as it lives."""
+        live = self._module() if self._module is not None else None
+        return recommended_sampling(self.key[1] if self._module is None else live)
 
     def close(self) -> None:
         """Close the engine if it was ever loaded."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from pydantic import ValidationError
 
 from langchain_llm import ChatNanoserve, NanoserveLLM
-from nanoserve_core import ConfigError, UnsupportedOption
+from nanoserve_adapters.testing import tiny_model
+from nanoserve_core import ConfigError, UnsupportedOption, hookimpl
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+    from nanoserve_core import Request, SamplingParams
     from tests.langchain_llm.doors import FakeDoor
 
 CLASSES = [ChatNanoserve, NanoserveLLM]
@@ -265,3 +270,40 @@ def test_length_without_a_limit_is_the_context_for_chat_and_512_for_text(
 
     assert [request.sampling.max_tokens for request in wide.requests] == [None, 512, None, None]
     assert [request.sampling.max_tokens for request in narrow.requests] == [None, 98, None, None]
+
+
+class Requests:
+    """A plugin that remembers the sampling parameters of every request."""
+
+    def __init__(self) -> None:
+        self.sampling: list[SamplingParams] = []
+
+    @hookimpl
+    def nanoserve_request_added(self, request: Request) -> None:
+        """Engine thread."""
+        self.sampling.append(request.sampling)
+
+
+@pytest.fixture
+def recommending() -> Qwen3ForCausalLM:
+    """A model whose generation_config recommends how to sample."""
+    model = tiny_model()
+    model.generation_config.update(temperature=0.5, top_k=7, top_p=0.9, max_new_tokens=3)
+    return model
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_checkpoint_recommends_what_nobody_has_set(
+    cls: type[Any], recommending: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    seen = Requests()
+    options = {"plugins": (seen,), "num_kvcache_blocks": 64}
+
+    with cls.from_hf(recommending, tokenizer, engine_options=options, top_k=5) as model:
+        model.invoke("hi")
+        model.invoke("hi", temperature=0.0)
+        asyncio.run(model.ainvoke("hi", max_tokens=2))
+        model.batch(["hi"], top_p=1.0)
+
+    found = [(s.temperature, s.top_k, s.top_p, s.max_tokens) for s in seen.sampling]
+    assert found == [(0.5, 5, 0.9, 3), (0.0, 5, 0.9, 3), (0.5, 5, 0.9, 2), (0.5, 5, 1.0, 3)]
