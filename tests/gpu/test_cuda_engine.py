@@ -209,7 +209,11 @@ def test_a_prefix_that_is_read_once_gives_the_tokens_of_one_read_by_every_row(
 
             assert (rows._sent_groups != ([], [])) == is_packed  # noqa: SLF001  # as above
             assert_drained(engine)
-    assert results[0] == results[1]
+    for i in range(num_requests):
+        plain, packed = (tokens[str(i)] for tokens in results)
+        if str(i) in aborts:  # at the same step, but a step brings as much as is done by then
+            plain, packed = (tokens[: min(len(plain), len(packed))] for tokens in (plain, packed))
+        assert packed == plain
 
 
 @settings(max_examples=40)
