@@ -228,3 +228,36 @@ def _is_int(value: object) -> bool:
 def _require(name: str, value: object, holds: bool, expected: str) -> None:
     if not holds:
         raise ConfigError(f"{name}={value!r} is not valid: expected {expected}.")
+
+
+_RECOMMENDED = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""transformers' name of what a checkpoint may recommend -> ours."""
+
+
+def recommended_sampling(source: object) -> dict[str, Any]:  # Any: numbers
+    """Fields of `SamplingParams` for the checkpoint at `source` (folder or hub id) or for the live
+    module `source`; without those that its generation_config leaves out.
+    """
+    config = _generation_config(source)
+    found = {ours: getattr(config, theirs, None) for theirs, ours in _RECOMMENDED.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _generation_config(
+    source: object,
+) -> Any:  # noqa: ANN401 - transformers is only imported when a checkpoint is read
+    if not isinstance(source, str | Path):
+        return getattr(source, "generation_config", None)
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(str(source))
+    except OSError:  # the checkpoint has none
+        return None

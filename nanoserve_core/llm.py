@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from tqdm import tqdm
 
 from nanoserve_core.collect import OutputCollector
-from nanoserve_core.config import EngineConfig
+from nanoserve_core.config import EngineConfig, recommended_sampling
 from nanoserve_core.engine import Engine
 from nanoserve_core.errors import ConfigError, InvalidRequest, RequestFailed
-from nanoserve_core.recommended_sampling import recommended_sampling
 from nanoserve_core.request import Request, RequestOutput
 from nanoserve_core.sampling_params import SamplingParams
 from nanoserve_core.text import TextStop, bad_words_to_ids

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nanoserve_adapters.engine_thread import EngineThread
-from nanoserve_core.config import EngineConfig
+from nanoserve_core.config import EngineConfig, recommended_sampling
 from nanoserve_core.errors import ConfigError, EngineClosed
-from nanoserve_core.recommended_sampling import recommended_sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

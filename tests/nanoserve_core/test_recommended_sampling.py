@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from nanoserve_adapters.testing import tiny_model
-from nanoserve_core.recommended_sampling import recommended_sampling
+from nanoserve_core.config import recommended_sampling
 
 if TYPE_CHECKING:
     from pathlib import Path
