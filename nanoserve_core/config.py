@@ -7,6 +7,7 @@ measures them and never written back here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoserve_core.errors import ConfigError
