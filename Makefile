@@ -6,11 +6,12 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+TRANSFORMERS ?=
 
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench clean distclean
+.PHONY: help setup demo test hf-conformance lint format bench clean distclean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +24,14 @@ demo: setup ## run the demo: the three doors on the shipped tiny checkpoint
 
 test: setup ## run the whole CPU test suite
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+hf-conformance: setup ## transformers' own generation tests, served: TRANSFORMERS=path of a checkout
+	@test -d "$(TRANSFORMERS)/tests/generation" || { \
+	  echo "TRANSFORMERS=$(TRANSFORMERS) is no checkout of transformers: expected a folder with tests/generation," \
+	    "at the tag of the installed version. Pass TRANSFORMERS=path."; exit 2; }
+	@$(BIN)/python -c "import parameterized, accelerate" || $(BIN)/python -m pip install parameterized accelerate
+	@cd "$(TRANSFORMERS)" && "$(abspath $(BIN))/python" -m pytest tests/models/qwen3 tests/generation \
+	  -k generate -p hf_generate_shim.pytest_plugin $(PYTEST_ARGS)
 
 lint: setup ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ import functools
 import inspect
 import threading
 import weakref
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from hf_generate_shim.call import HFObject, SampleCall
 from hf_generate_shim.stop_strings import light_criteria
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
@@ -50,6 +51,7 @@ class Seam:
         self._lock = threading.RLock()  # a collected model is detached by whichever thread it hits
         self._served: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
         self._patches: dict[str, _Patch] = {}
+        self._install: Callable[[nn.Module], object] | None = None
 
     def handle_of(self, model: nn.Module) -> Handle | None:
         """The handle of an installed model."""
@@ -78,9 +80,37 @@ class Seam:
             self._served.pop(model, None)
             self._restore_if_unused()
 
+    @contextmanager
+    def serving_all(self, install: Callable[[nn.Module], object]) -> Iterator[None]:
+        """Within the block each model is served from its first `generate` on: it is given to
+        ``install``, which is to attach it. One block at a time, in a process that is all tests.
+        """
+        with self._lock:
+            self._install = install
+            self._patch_once()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._install = None
+                self._restore_if_unused()
+
+    def handle_for_call(self, model: nn.Module) -> Handle | None:
+        """The handle for a call of `generate` that begins; None for a model not installed."""
+        handle = self._served.get(model)
+        if handle is None and self._install is not None:
+            self._install(model)
+            handle = self._served.get(model)
+        return handle
+
     def original(self, name: str) -> Callable[..., HFObject]:
         """transformers' own method, for calls that must not come back here."""
         return self._patches[name].original
+
+    def _patch_once(self) -> None:
+        if not self._patches:
+            self._patch("generate", _patched_generate)
+            self._patch("_sample", _patched_sample)
 
     def _patch(self, name: str, make: Callable[..., Callable[..., HFObject]]) -> None:
         original = getattr(self.owner, name)
@@ -91,7 +121,8 @@ class Seam:
 
     def _restore_if_unused(self) -> None:
         with self._lock:
-            if any(reference() is not None for reference in self._served.keyrefs()):
+            is_used = any(reference() is not None for reference in self._served.keyrefs())
+            if is_used or self._install is not None:
                 return
             for patch in self._patches.values():
                 if vars(self.owner).get(patch.name) is not patch.ours:
@@ -108,7 +139,7 @@ def _patched_generate(seam: Seam, original: Callable[..., HFObject]) -> Callable
 
     @functools.wraps(original)  # transformers and others read its signature
     def generate(self: nn.Module, *args: HFObject, **kwargs: HFObject) -> HFObject:
-        handle = seam.handle_of(self)
+        handle = seam.handle_for_call(self)
         if handle is None:
             return original(self, *args, **kwargs)
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
