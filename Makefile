@@ -11,10 +11,10 @@ TRANSFORMERS ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test hf-conformance lint format bench clean distclean
+.PHONY: help setup demo test wild hf-conformance lint format bench clean distclean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## make or update the virtual environment (.venv); does nothing when it is up to date
 	@$(PYTHON) .ci/bootstrap.py --venv $(VENV)
@@ -25,11 +25,15 @@ demo: setup ## run the demo: the three doors on the shipped tiny checkpoint
 test: setup ## run the whole CPU test suite
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+wild: setup ## tests with accelerate, PEFT, TRL and lm-evaluation-harness, which it installs into .venv
+	@$(PYTHON) .ci/bootstrap.py --venv $(VENV) --extra wild
+	@$(BIN)/python -m pytest tests/wild $(PYTEST_ARGS)
+
 hf-conformance: setup ## transformers' own generation tests, served: TRANSFORMERS=path of a checkout
 	@test -d "$(TRANSFORMERS)/tests/generation" || { \
 	  echo "TRANSFORMERS=$(TRANSFORMERS) is no checkout of transformers: expected a folder with tests/generation," \
 	    "at the tag of the installed version. Pass TRANSFORMERS=path."; exit 2; }
-	@$(BIN)/python -c "import parameterized, accelerate" || $(BIN)/python -m pip install parameterized accelerate
+	@$(PYTHON) .ci/bootstrap.py --venv $(VENV) --extra wild
 	@cd "$(TRANSFORMERS)" && "$(abspath $(BIN))/python" -m pytest tests/models/qwen3 tests/generation \
 	  -k generate -p hf_generate_shim.pytest_plugin $(PYTEST_ARGS)
 

@@ -32,10 +32,14 @@ def main() -> int:
     options.add_argument(
         "--venv", type=Path, default=Path(".venv"), help="where it is made (default: .venv)"
     )
-    venv = ROOT / options.parse_args().venv
+    options.add_argument("--extra", help="also install this optional group of pyproject.toml")
+    given = options.parse_args()
+    venv = ROOT / given.venv
     try:
         check_python(sys.version_info[:2])
         set_up(venv)
+        if given.extra is not None:
+            add_extra(venv, given.extra)
     except SetupError as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1
@@ -76,6 +80,22 @@ def set_up(venv: Path) -> None:
         pip(python, "install", "--editable", f"{ROOT}[dev]", "--constraint", str(constraints))
     stamp.write_text(fingerprint)
     say(f"ready: {venv}")
+
+
+def add_extra(venv: Path, extra: str) -> None:
+    """Install an optional group into `venv`, unless its stamp says that this was done already.
+
+    Under the constraints, with the torch that is there: a group never changes a pinned version.
+    """
+    fingerprint = fingerprint_of_inputs()
+    stamp = venv / f"{STAMP}.{extra}"
+    if stamp.is_file() and stamp.read_text() == fingerprint:
+        return
+    say(f"installing the optional group {extra}")
+    pip(
+        venv / "bin" / "python", "install", "--editable", f"{ROOT}[{extra}]", "-c", str(CONSTRAINTS)
+    )
+    stamp.write_text(fingerprint)
 
 
 def fingerprint_of_inputs() -> str:

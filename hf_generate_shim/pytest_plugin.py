@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 MUST_BE_FAST = ("test_greedy_generate", "test_sample_generate", "test_generate_without_input_ids")
 """Tests of transformers' mixin for generating models whose calls ask for nothing unusual."""
 
-ENGINE_OPTIONS = {"num_kvcache_blocks": 256}
+NUM_KVCACHE_BLOCKS = 256
 """Room for a few thousand tokens: these models are tiny, and each gets an engine."""
 
 
@@ -107,7 +107,7 @@ class ServedTests:
         served = self._tests[item.nodeid] = Served()
 
         def attach(model: nn.Module) -> None:
-            served.handles.append(install(model, **ENGINE_OPTIONS))
+            served.handles.append(install(model, num_kvcache_blocks=NUM_KVCACHE_BLOCKS))
 
         try:
             with QWEN3.serving_all(attach):

@@ -49,6 +49,20 @@ def test_up_to_date_environment_is_left_alone(
 
     bootstrap.set_up(tmp_path)
 
+
+def test_extra_is_installed_once_under_the_constraints(
+    bootstrap: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(bootstrap, "run", commands.append)
+
+    bootstrap.add_extra(tmp_path, "wild")
+    bootstrap.add_extra(tmp_path, "wild")
+
+    assert len(commands) == 1
+    assert f"{ROOT}[wild]" in commands[0]
+    assert str(bootstrap.CONSTRAINTS) in commands[0]
+
     assert [path.name for path in tmp_path.iterdir()] == [bootstrap.STAMP]
 
 
