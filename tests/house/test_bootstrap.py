@@ -49,6 +49,8 @@ def test_up_to_date_environment_is_left_alone(
 
     bootstrap.set_up(tmp_path)
 
+    assert [path.name for path in tmp_path.iterdir()] == [bootstrap.STAMP]
+
 
 def test_extra_is_installed_once_under_the_constraints(
     bootstrap: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -62,8 +64,6 @@ def test_extra_is_installed_once_under_the_constraints(
     assert len(commands) == 1
     assert f"{ROOT}[wild]" in commands[0]
     assert str(bootstrap.CONSTRAINTS) in commands[0]
-
-    assert [path.name for path in tmp_path.iterdir()] == [bootstrap.STAMP]
 
 
 def test_failed_install_leaves_no_stamp(
