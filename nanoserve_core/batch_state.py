@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanoserve_core.grammar_masks import GrammarMasks
 from nanoserve_core.plugins import attempt
 from nanoserve_core.slot_rules import Feature, SlotRules, effective_top_k, features_of, rules_of
 from nanoserve_core.slot_table import SlotTable
@@ -105,6 +106,7 @@ class BatchState:
         """[processors, max_num_seqs]: whose `apply` a slot's logits pass."""
         self.failures: dict[int, Exception] = {}
         """Slot -> why a plugin could not take its request."""
+        self.grammars = GrammarMasks(vocab_size, self.device)
         self._rules: list[SlotRules | None] = [None] * max_num_seqs
         self._history = SlotTable(max_num_seqs, max_model_len, torch.int64, self.device)
         self._counts = SlotTable(max_num_seqs, vocab_size, torch.int32, self.device)
@@ -197,6 +199,7 @@ class BatchState:
         self._rules[slot] = None
         self.features[slot] = 0
         self.failures.pop(slot, None)
+        self.grammars.release(slot)
         self._history.remove(slot)
         self._counts.remove(slot)
 
@@ -209,6 +212,9 @@ class BatchState:
         self.min_tokens[slot] = request.sampling.min_tokens
         self.host_top_k[slot] = effective_top_k(request.sampling, self.vocab_size)
         self.host_seed[slot] = assignment.seed
+        if assignment.grammar is not None:
+            self.features[slot] |= Feature.GRAMMAR
+            self.grammars.assign(slot, assignment.grammar)
         self._offer(slot, request)
         if self.features[slot] & Feature.HISTORY:
             tokens = torch.tensor(assignment.token_ids, device=self.device)

@@ -238,6 +238,7 @@ class CudaRunner(ModelRunner):
         """logits: [sampled rows, vocab_size], in the plan's order."""
         self.num_host_sampled_steps += 1
         self._wishes.prepare(plan.seqs)
+        self._state.grammars.start(plan.seqs)
         sampled = [seq for seq in plan.seqs if seq.samples]
         if not sampled:
             return self._outcomes.take_eager(None, prompt_logprobs)

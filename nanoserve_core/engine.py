@@ -1,4 +1,5 @@
-"""`Engine`: requests in, `StepOutput`s out, one step at a time; the only caller of hooks.
+"""`Engine`: requests in, `StepOutput`s out, one step at a time; the only caller of hooks (those of
+a request are in `request_hooks`).
 
     add_request -> Scheduler.schedule -> StepPlan -> ModelRunner.launch -> InFlight.wait
                 -> Scheduler.commit -> StepOutput
@@ -14,7 +15,6 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter, deque
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,10 @@ from nanoserve_core.model_runner import ModelRunner
 from nanoserve_core.philox import derive_seed
 from nanoserve_core.plugins import PluginManager
 from nanoserve_core.request import FinishReason, Request, Sequence, StepOutput
+from nanoserve_core.request_hooks import with_hooks
 from nanoserve_core.request_state import RequestState
 from nanoserve_core.run_ahead import RunAhead
+from nanoserve_core.sample_grammar import SampleGrammar
 from nanoserve_core.scheduler import Scheduler
 from nanoserve_core.validation import RequestValidator
 
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from nanoserve_core.config import ModelSpec
     from nanoserve_core.model_runner import StepResult
     from nanoserve_core.plan import StepPlan
-    from nanoserve_core.request import RequestMetrics, StopCheck
+    from nanoserve_core.request import RequestMetrics
     from nanoserve_core.scheduler import Committed
 
 
@@ -135,14 +137,14 @@ class Engine:
                 f"request_id={request.request_id!r} is in use by an unfinished request: "
                 "expected a new one. Number your requests."
             )
-        request = self._with_hooks(request)
+        request = with_hooks(request, self._plugins, spec=self.spec, validate=self.validate)
         state = RequestState(request, self._new_sequences(request), arrival_time=time.monotonic())
         if self._is_empty(request):
             self._finish_empty(state)
             return
         self._scheduler.add(state.sequences)
         self._requests[request.request_id] = state
-        self._num_stop_checks += request.should_stop is not None
+        self._num_stop_checks += _has_stop_check(request)
         self._sequences.update((sequence.sequence_id, sequence) for sequence in state.sequences)
         self._must_check_weights = True
 
@@ -239,28 +241,6 @@ class Engine:
         if self._is_closed:
             raise EngineClosed("this engine was closed: expected an open one. Make a new engine.")
 
-    def _with_hooks(self, request: Request) -> Request:
-        """The request with what plugins add to it; a hook that raises refuses the request."""
-        hooks, plugins = self._plugins.hooks, self._plugins
-        if hooks.cache_namespace is not None:
-            namespace = plugins.first(hooks.cache_namespace, request=request)
-            if namespace is not None:
-                request = replace(request, cache_salt=f"{request.cache_salt or ''}\0{namespace}")
-        if hooks.request_processor is not None:
-            added = plugins.collect(hooks.request_processor, request=request)
-            processors = (*request.logits_processors, *added)
-            request = replace(request, logits_processors=processors)
-        if hooks.stop_checker is not None:
-            checker = plugins.first(hooks.stop_checker, request=request)
-            if checker is not None:
-                asked = request.should_stop
-                request = replace(
-                    request, should_stop=_either(asked, checker) if asked else checker
-                )
-        if hooks.request_added is not None:
-            plugins.collect(hooks.request_added, request=request)
-        return request
-
     def _new_sequences(self, request: Request) -> list[Sequence]:
         sampling = request.sampling
         seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
@@ -274,6 +254,11 @@ class Engine:
                 max_total_tokens=self.validate.max_total_tokens(request),
                 token_ids=list(request.prompt_token_ids),
                 num_prompt_tokens=len(request.prompt_token_ids),
+                grammar=SampleGrammar.of(
+                    request,
+                    max_total_tokens=self.validate.max_total_tokens(request),
+                    eos_token_ids=self.eos_token_ids,
+                ),
             )
             for index in range(sampling.n)
         ]
@@ -352,11 +337,12 @@ class Engine:
         return launched
 
     def _should_stop(self, errors: dict[int, BaseException], sequence: Sequence) -> bool:
-        check = sequence.request.should_stop
-        if check is None:
-            return False
+        check, grammar = sequence.request.should_stop, sequence.grammar
         try:
-            return check(sequence.index, sequence.output_token_ids)
+            is_complete = grammar is not None and grammar.accept(sequence.token_ids[-1])
+            if check is None:
+                return is_complete
+            return check(sequence.index, sequence.output_token_ids) or is_complete
         except Exception as error:  # noqa: BLE001  # a caller's or plugin's code: fails its request only
             errors[sequence.sequence_id] = error
             return True
@@ -450,7 +436,7 @@ class Engine:
         self, state: RequestState, metrics: RequestMetrics, error: BaseException | None
     ) -> None:
         if self._requests.pop(state.request.request_id, None) is not None:
-            self._num_stop_checks -= state.request.should_stop is not None
+            self._num_stop_checks -= _has_stop_check(state.request)
         for sequence in state.sequences:
             self._sequences.pop(sequence.sequence_id, None)
         reason = state.finish_reason
@@ -461,11 +447,5 @@ class Engine:
             )
 
 
-def _either(first: StopCheck, second: StopCheck) -> StopCheck:
-    """Stops when either check says so; both see every token, because they may keep state."""
-
-    def check(index: int, token_ids: list[int]) -> bool:
-        stops = first(index, token_ids)
-        return second(index, token_ids) or stops
-
-    return check
+def _has_stop_check(request: Request) -> bool:
+    return request.should_stop is not None or request.grammar is not None

@@ -41,6 +41,7 @@ nanoserve_cache_namespace      each submit       first     prefixes are shared o
 nanoserve_request_added        each submit       request   an exception refuses this request
 nanoserve_request_processor    each submit       request   a callable on its logits; all are used
 nanoserve_stop_checker         each submit       first     a check that may end a sample
+nanoserve_grammar              each submit       first     a Grammar made of request.grammar
 nanoserve_request_scheduled    sample admitted   observer  nothing
 nanoserve_request_preempted    sample preempted  observer  nothing
 nanoserve_request_finished     once a request    observer  nothing
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from nanoserve_core.batch_state import BatchLogitsProcessor
     from nanoserve_core.config import EngineConfig, ModelSpec
     from nanoserve_core.engine_stats import EngineStats
+    from nanoserve_core.grammar import Grammar
     from nanoserve_core.layers.attention import AttentionBackend
     from nanoserve_core.models.source import ModelBuilder
     from nanoserve_core.request import (
@@ -268,6 +270,19 @@ def nanoserve_stop_checker(request: Request) -> StopCheck | None:
     Thread: the engine's.
     Result: the first rule that is not None is used besides the request's own. An exception refuses
     this request, and one out of the rule fails it.
+    """
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def nanoserve_grammar(request: Request, spec: ModelSpec) -> Grammar | None:
+    """Turn ``request.grammar``, which is no `Grammar` yet (a JSON schema, a string), into one.
+
+    When: once per request with such a grammar, when it is submitted. Of the grammar: ``matcher``
+    once per sample; of the matcher: see `grammar.GrammarMatcher`.
+    Thread: the engine's.
+    Result: the first grammar that is not None is used; without any, the request is refused. An
+    exception refuses this request, and one out of the matcher fails it.
     """
     raise NotImplementedError
 

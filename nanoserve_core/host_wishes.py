@@ -1,8 +1,9 @@
 """`HostWishes`: which slots ask for what the captured step does not do, and until when.
 
-Penalties, biases, bad words, processors, log-probabilities, handed-out logits and scores, and
-minimum lengths that are not reached yet are the business of `Sampler` and `BatchState`. Their
-slots are assigned there at once, others only when a step of theirs goes that way beside one.
+Penalties, biases, bad words, processors, log-probabilities, handed-out logits and scores, minimum
+lengths that are not reached yet, and grammars while they constrain are the business of `Sampler`
+and `BatchState`. Their slots are assigned there at once, others only when a step of theirs goes
+that way beside one.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class HostWishes:
 
     def are_in(self, plan: StepPlan) -> bool:
         """Whether the step must go through the host's sampler."""
-        if not self._until:
-            return False
-        return any(self._is_wished(seq) for seq in plan.seqs)
+        if self._until and any(self._is_wished(seq) for seq in plan.seqs):
+            return True
+        return self._state.grammars.are_in(plan.seqs)
 
     def have_filters(self, seqs: Iterable[ScheduledSeq]) -> bool:
         """Whether any of the rows filters (top-k, top-p, min-p)."""
@@ -70,11 +71,12 @@ class HostWishes:
         asked = features & ~ON_DEVICE
         if assignment.request.sampling.prompt_logprobs is not None:
             asked |= Feature.RAW_LOGPROBS
-        if not asked and not state.processors:
+        if not asked and not state.processors and assignment.grammar is None:
             self._unassigned[slot] = assignment
             return
         state.apply(_changes(assigned=[assignment]))
-        asked |= int(state.features[slot]) & ~ON_DEVICE  # what a plugin's processor has added
+        # What a plugin's processor has added; a grammar is asked each step.
+        asked |= int(state.features[slot]) & ~(ON_DEVICE | Feature.GRAMMAR)
         if asked == Feature.MIN_TOKENS:
             min_tokens = assignment.request.sampling.min_tokens
             self._until[slot] = assignment.num_prompt_tokens + min_tokens

@@ -1,6 +1,7 @@
 """`edit_logits`: everything that changes a row's logits before temperature and filters, in order:
 
-penalties, biases, bad words, minimum length, plugins' batch processors, the request's processors.
+penalties, biases, bad words, minimum length, plugins' batch processors, the request's processors,
+and last its grammar, which no processor can overrule.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ EDITS = (
     | Feature.PROCESSORS
     | Feature.BATCH_PROCESSORS
     | Feature.FAILED
+    | Feature.GRAMMAR
 ).value
 """Features of the rows that `edit_logits` has something to do for."""
 
@@ -50,6 +52,9 @@ def edit_logits(
         error = _run_processors(scores[row : row + 1], int(slots[row]), state)
         if error is not None:
             errors.setdefault(row, error)
+    rows = _rows_with(Feature.GRAMMAR, features)
+    if rows:
+        _apply_grammars(scores, slots[rows], rows, state, errors)
     return errors
 
 
@@ -122,6 +127,21 @@ def _run_processors(scores: Tensor, slot: int, state: BatchState) -> Exception |
         current = _float32(result, scores)
     scores.copy_(current)
     return None
+
+
+def _apply_grammars(
+    scores: Tensor,
+    slots: HostInts,
+    rows: list[int],
+    state: BatchState,
+    errors: dict[int, Exception],
+) -> None:
+    """``slots``: those of ``rows``."""
+    num_tokens = state.num_tokens[slots].tolist()
+    bitmask, failed = state.grammars.take(slots.tolist(), num_tokens)
+    for row, error in failed.items():
+        errors.setdefault(rows[row], error)
+    state.grammars.apply(scores, bitmask, state.to_device(np.array(rows)))
 
 
 def _mismatch(processor: object, result: Tensor | None, given: Tensor) -> PluginError | None:

@@ -213,10 +213,12 @@ class ModelRunner:
         self._is_closed = True
         if self._source.adoption is not None:
             self._source.adoption.close()
+        self._state.grammars.close()
         del self._model, self._kv_cache, self._state, self._backend, self._source
 
     def _run(self, plan: StepPlan) -> InFlight:
         step = self._inputs.batch(plan, self._state.last_token)
+        self._state.grammars.start(plan.seqs)
         hidden_states = self._model.hidden_states(step.forward, self._kv_cache)
         prompt_logprobs = {
             row: self._prompt_logprobs(seq, hidden_states, int(step.forward.host_query_start[row]))

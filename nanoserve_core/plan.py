@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from nanoserve_core.request import Request
+    from nanoserve_core.sample_grammar import SampleGrammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class SlotAssignment:
     """
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
+    grammar: SampleGrammar | None = None
 
 
 class ScheduledSeq(NamedTuple):

@@ -83,6 +83,7 @@ class HookTable:
     request_added: tuple[Hook, ...] | None = None
     request_processor: tuple[Hook, ...] | None = None
     stop_checker: tuple[Hook, ...] | None = None
+    grammar: tuple[Hook, ...] | None = None
     request_scheduled: tuple[Hook, ...] | None = None
     request_preempted: tuple[Hook, ...] | None = None
     request_finished: tuple[Hook, ...] | None = None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     import torch
 
+    from nanoserve_core.sample_grammar import SampleGrammar
     from nanoserve_core.sampling_params import SamplingParams
 
 LogitsProcessor: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]"
@@ -64,7 +65,9 @@ class Request:
     """Requests share cached prefixes only with requests of the same salt."""
     should_stop: StopCheck | None = None
     logits_processors: tuple[LogitsProcessor, ...] = ()
-    grammar: Any = None  # Any: the matcher's type belongs to the grammar plugin
+    grammar: Any = None  # Any: a `Grammar`, or what a plugin makes one of
+    """What the output must match: a `Grammar`, or what hook ``nanoserve_grammar`` turns into one.
+    """
     output_logits: bool = False
     """Deliver each new token's raw logits row, float32 [vocab_size], in `StepOutput.logits`."""
     output_scores: bool = False
@@ -121,6 +124,8 @@ class Sequence:
     """Chained hash of each full block of known tokens, extended as tokens become known; never
     recomputed.
     """
+    grammar: SampleGrammar | None = None
+    """Set when the sample is made; while one of its tokens is pending it is not scheduled."""
     cache_epoch: int = -1
     """Weights epoch of its K/V and hashes; in a newer one they are not looked up nor registered."""
 

@@ -141,8 +141,9 @@ class _Step:
         self.token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
         self.is_empty: Tensor | None = None
         self.draws: Tensor | None = None
-        if self._has(Feature.SAMPLED):
+        if self._has(Feature.SAMPLED | Feature.GRAMMAR):
             self.is_empty = torch.zeros(len(slots), dtype=torch.bool, device=logits.device)
+        if self._has(Feature.SAMPLED):
             draws = uniform(state.host_seed[slots], positions)
             self.draws = state.to_device(draws)
         self.scores: dict[int, Tensor] = {}
@@ -155,6 +156,7 @@ class _Step:
             scores = _rows(self.logits, edited, self.state).to(torch.float32, copy=True)
             errors = edit_logits(scores, self.slots[edited], self.features[edited], self.state)
             self.errors = {int(edited[row]): error for row, error in errors.items()}
+            self._note_empty(scores, edited)
             self._choose(scores, edited, np.arange(len(edited)))
         if len(edited) < len(self.features):
             plain = np.flatnonzero(self.features & EDITS == 0)
@@ -169,6 +171,13 @@ class _Step:
             is_empty=self.is_empty,
             logprobs=tuple(self.logprobs),
         )
+
+    def _note_empty(self, scores: Tensor, edited: HostInts) -> None:
+        """An argmax does not tell that a grammar has left no token."""
+        at = np.flatnonzero(self.features[edited] & Feature.GRAMMAR.value)
+        if self.is_empty is not None and len(at):
+            largest = scores[self.state.to_device(at)].amax(-1)
+            self.is_empty[self.state.to_device(edited[at])] = ~largest.isfinite()
 
     def _choose(self, source: Tensor, rows: HostInts, at: HostInts) -> None:
         """Tokens of ``rows``, whose scores are the rows ``at`` of ``source``."""
@@ -239,7 +248,9 @@ class _Step:
 
 
 def _features_now(slots: HostInts, positions: HostInts, state: BatchState) -> HostInts:
-    """Features of the rows; the minimum length only while it is not reached."""
+    """Features of the rows; the minimum length only while it is not reached, and a grammar only
+    while it constrains.
+    """
     features = state.features[slots]
     is_held_back = features & Feature.MIN_TOKENS.value != 0
     if is_held_back.any():
@@ -247,6 +258,9 @@ def _features_now(slots: HostInts, positions: HostInts, state: BatchState) -> Ho
         features[
             is_held_back & (num_output >= state.min_tokens[slots])
         ] &= ~Feature.MIN_TOKENS.value
+    for row in np.flatnonzero(features & Feature.GRAMMAR.value).tolist():
+        if not state.grammars.is_active(int(slots[row]), int(positions[row])):
+            features[row] &= ~Feature.GRAMMAR.value
     return features
 
 
@@ -267,5 +281,6 @@ def _rows(source: Tensor, rows: HostInts, state: BatchState) -> Tensor:
 def _no_token() -> RequestFailed:
     return RequestFailed(
         "no token can be drawn: the scores are all -inf, or contain NaN or +inf. Expected at least "
-        "one finite score. Look at the logits processors, logit_bias and bad_words of the request."
+        "one finite score. Look at the logits processors, logit_bias, bad_words, min_tokens and "
+        "grammar of the request: together they forbid every token."
     )

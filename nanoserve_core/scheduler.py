@@ -303,6 +303,8 @@ class Scheduler:
             num_tokens = len(tokens) + pending
             if num_tokens >= sequence.max_total_tokens:
                 continue
+            if pending and sequence.grammar is not None:
+                continue  # what may come next depends on the token that is not known yet
             if num_tokens > len(block_ids) * block_size:
                 if not self._block_manager.can_append(sequence, num_tokens):
                     continue
@@ -425,6 +427,7 @@ class Scheduler:
                 seed=sequence.seed,
                 token_ids=tuple(sequence.token_ids),
                 num_prompt_tokens=sequence.num_prompt_tokens,
+                grammar=sequence.grammar,
             )
         )
 

@@ -47,6 +47,8 @@ class Feature(IntFlag):
     OUTPUT_SCORES = auto()
     FAILED = auto()
     """A plugin could not take the request."""
+    GRAMMAR = auto()
+    """A grammar says which tokens may come; the sampler leaves it out while it says nothing."""
 
 
 class Phrases(NamedTuple):

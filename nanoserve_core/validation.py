@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanoserve_core.errors import InvalidRequest, RequestTooLong, UnsupportedOption
+from nanoserve_core.errors import InvalidRequest, RequestTooLong
+from nanoserve_core.grammar import Grammar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,6 +36,7 @@ class RequestValidator:
         self._check_sampling_ids(request)
         self._check_doors_work(request)
         self._check_length(request)
+        self._check_grammar(request)
 
     def max_total_tokens(self, request: Request) -> int:
         """Prompt plus the most tokens ``request`` may generate."""
@@ -98,10 +100,19 @@ class RequestValidator:
                 "tokenizer. "
                 "Turn them into bad_words_ids with nanoserve_core.text.bad_words_to_ids."
             )
-        if request.grammar is not None:
-            raise UnsupportedOption(
-                f"request {request.request_id}: grammar={request.grammar!r} is not served yet. Use "
-                "a logits processor."
+
+    def _check_grammar(self, request: Request) -> None:
+        if not isinstance(request.grammar, Grammar):
+            return  # none, or something that a plugin turns into one
+        num_prompt = len(request.prompt_token_ids)
+        needed = request.grammar.min_tokens()
+        available = self.max_total_tokens(request) - num_prompt
+        if 0 < available < needed:
+            raise InvalidRequest(
+                f"request {request.request_id}: the shortest output found for its grammar takes "
+                f"{needed} tokens, but it may generate {available} (max_tokens="
+                f"{request.sampling.max_tokens}, prompt of {num_prompt}): expected at least "
+                f"{needed}. Raise max_tokens, shorten the prompt, or ask for less."
             )
 
     def _check_length(self, request: Request) -> None:

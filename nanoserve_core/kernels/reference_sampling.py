@@ -73,6 +73,19 @@ def argmax(logits: Tensor) -> Tensor:
     return columns.gather(1, logits.gather(1, columns).argmax(-1, keepdim=True)).squeeze(1)
 
 
+def apply_token_bitmask(scores: Tensor, bitmask: Tensor, rows: Tensor) -> None:
+    """-inf, in place, for the tokens that a row's mask does not allow.
+
+    ``scores``: [rows, vocab], any float dtype. ``bitmask``: [n, ceil(vocab / 32)] int32; token
+    ``t`` is allowed where bit ``t % 32`` of word ``t // 32`` is set. ``rows``: [n] int64 without
+    repetition, the row of ``scores`` that a mask is for.
+    """
+    shifts = torch.arange(32, dtype=torch.int32, device=scores.device)
+    allowed = (bitmask[:, :, None] >> shifts & 1).bool().flatten(1)[:, : scores.shape[1]]
+    masked = scores.index_select(0, rows).masked_fill_(~allowed, -torch.inf)
+    scores.index_copy_(0, rows, masked)
+
+
 def sample_tokens(
     scores: Tensor,
     draws: Tensor,

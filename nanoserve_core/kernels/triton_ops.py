@@ -15,6 +15,7 @@ import torch
 from nanoserve_core.kernels.add_rms_norm import add_rms_norm
 from nanoserve_core.kernels.advance_state import advance_state
 from nanoserve_core.kernels.apply_deltas import apply_deltas
+from nanoserve_core.kernels.apply_token_bitmask import apply_token_bitmask
 from nanoserve_core.kernels.copy_blocks import copy_blocks
 from nanoserve_core.kernels.decode_attention import decode_attention
 from nanoserve_core.kernels.decode_config import DecodeConfig, decode_config
@@ -43,6 +44,7 @@ __all__ = [
     "add_rms_norm",
     "advance_state",
     "apply_deltas",
+    "apply_token_bitmask",
     "copy_blocks",
     "decode_attention",
     "decode_config",

@@ -41,6 +41,9 @@ def sampling_launches() -> Iterator[tuple[str, Callable[[], None]]]:
         filters = {"logits": logits, "rows": rows, "tiles": tiles, "pdl": True}
         tokens = {"logits": logits, "rows": rows, "stats": stats, "pdl": True}
         name = str(dtype).removeprefix("torch.")
+        masks = torch.empty(NUM_ROWS, VOCAB // 32, dtype=torch.int32, device=DEVICE)
+        ids = torch.empty(NUM_ROWS, dtype=torch.int64, device=DEVICE)
+        yield f"apply_token_bitmask, {name}", partial(ops.apply_token_bitmask, logits, masks, ids)
         yield f"filter_tiles, {name}", partial(ops.filter_tiles, **filters)
         yield f"filter_cut, {name}", partial(ops.filter_cut, cut=cut, **filters)
         yield f"tile_statistics, {name}", partial(ops.tile_statistics, cut=None, **tokens)

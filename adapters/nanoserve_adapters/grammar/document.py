@@ -1,0 +1,81 @@
+"""`DocumentGrammar`: output that is constrained from its first token to its last.
+
+llguidance does the matching; this file keeps its state per sample and turns its errors into ours.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nanoserve_adapters.grammar.schema import UnsupportedSchema
+from nanoserve_adapters.grammar.vocabulary import Vocabulary, import_backend
+from nanoserve_core.errors import RequestFailed
+
+if TYPE_CHECKING:
+    from nanoserve_core.grammar import Bitmask
+
+
+class DocumentGrammar:
+    """A compiled Lark grammar; see `nanoserve_core.grammar.Grammar`. Any thread."""
+
+    def __init__(self, vocabulary: Vocabulary, text: str) -> None:
+        """Raises `UnsupportedSchema` for a grammar that llguidance refuses."""
+        matcher_type = import_backend().LLMatcher
+        grammar = matcher_type.grammar_from_lark(text)
+        self._vocabulary = vocabulary
+        self._start = matcher_type(vocabulary.ll, grammar, log_level=0)
+        if self._start.is_error():
+            raise UnsupportedSchema("the grammar", "#", first_line(self._start.get_error()))
+
+    def matcher(self) -> DocumentMatcher:
+        """See `Grammar.matcher`."""
+        return DocumentMatcher(self._start.deep_copy(), self._vocabulary)
+
+    def min_tokens(self) -> int:
+        """See `Grammar.min_tokens`."""
+        return 0
+
+
+class DocumentMatcher:
+    """See `nanoserve_core.grammar.GrammarMatcher`."""
+
+    def __init__(self, ll_matcher: Any, vocabulary: Vocabulary) -> None:  # noqa: ANN401 - untyped
+        self._ll = ll_matcher
+        self._vocabulary = vocabulary
+
+    def is_active(self, remaining: int | None) -> bool:
+        """Always."""
+        del remaining
+        return True
+
+    def fill_bitmask(self, row: Bitmask, remaining: int | None) -> None:
+        """See `GrammarMatcher.fill_bitmask`. Raises `RequestFailed` when llguidance gives up."""
+        del remaining
+        words = np.frombuffer(self._ll.compute_bitmask(), dtype=np.int32)
+        size = min(len(words), len(row))
+        row[:size] = words[:size]
+        self._check()
+
+    def accept(self, token_id: int) -> None:
+        """See `GrammarMatcher.accept`. Raises `RequestFailed` for a token that was not allowed."""
+        self._ll.consume_token(token_id)
+        self._check()
+
+    def is_finished(self) -> bool:
+        """See `GrammarMatcher.is_finished`."""
+        finished: bool = self._ll.is_stopped()
+        return finished
+
+    def _check(self) -> None:
+        if self._ll.is_error():
+            raise RequestFailed(
+                f"the grammar's matcher failed: {first_line(self._ll.get_error())}. Expected a "
+                "token that the grammar allows. Simplify the grammar if it is too complex."
+            )
+
+
+def first_line(message: str) -> str:
+    """llguidance's message without its dump of the state."""
+    return message.split("<state>")[0].strip()
