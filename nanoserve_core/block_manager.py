@@ -77,9 +77,8 @@ class BlockManager:
         self._enter_epoch(sequence)
         index, parent_id = self._index, ROOT_CONTENT
         block_ids: list[int] = []
-        for i in range(sequence.num_tokens // self.block_size):
-            token_bytes = index.token_bytes(sequence, i)
-            prefix_hash = index.prefix_hash(sequence, i)
+        for i, token_bytes in enumerate(index.all_token_bytes(sequence)):
+            prefix_hash = index.prefix_hash(sequence, i, token_bytes)
             block = index.find(prefix_hash, token_bytes, parent_id)
             if block is None:
                 is_computing = index.is_computing(prefix_hash)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import struct
+import sys
+from array import array
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from nanoserve_core.block import NO_CONTENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Sequence as ListOf
 
     from nanoserve_core.block import Block
     from nanoserve_core.request import Sequence
@@ -45,7 +47,6 @@ class PrefixIndex:
     def __init__(self, block_size: int, *, hash_algo: str, root: bytes | None) -> None:
         """``root``: first link of each chain; None draws one, so that hashes cannot be foreseen."""
         self._block_size = block_size
-        self._pack = struct.Struct(f"<{block_size}q").pack
         self._hash = HASH_FUNCTIONS[hash_algo]
         self._root = os.urandom(NUM_ROOT_BYTES) if root is None else root
         self._epoch = 0
@@ -64,14 +65,25 @@ class PrefixIndex:
     def token_bytes(self, sequence: Sequence, index: int) -> bytes:
         """The tokens of a full block of a sequence, as they are hashed and compared."""
         first = index * self._block_size
-        return self._pack(*sequence.token_ids[first : first + self._block_size])
+        return _packed(sequence.token_ids[first : first + self._block_size])
 
-    def prefix_hash(self, sequence: Sequence, index: int) -> bytes:
-        """Hash of block ``index`` and all before it: hashed once, kept in ``block_hashes``."""
+    def all_token_bytes(self, sequence: Sequence) -> list[bytes]:
+        """`token_bytes` of each full block, packed at once: a tenth of the cost."""
+        size, packed = 8 * self._block_size, _packed(sequence.token_ids)
+        return [packed[end - size : end] for end in range(size, len(packed) + 1, size)]
+
+    def prefix_hash(
+        self, sequence: Sequence, index: int, token_bytes: bytes | None = None
+    ) -> bytes:
+        """Hash of block ``index`` and all before it: hashed once, kept in ``block_hashes``.
+
+        ``token_bytes``: those of the block, where the caller has them.
+        """
         hashes = sequence.block_hashes
         while len(hashes) <= index:
             link = hashes[-1] if hashes else self._first_link(sequence.request.cache_salt)
-            hashes.append(self._hash(link + self.token_bytes(sequence, len(hashes))))
+            own = token_bytes if len(hashes) == index else None
+            hashes.append(self._hash(link + (own or self.token_bytes(sequence, len(hashes)))))
         return hashes[index]
 
     def get(self, prefix_hash: bytes) -> Block | None:
@@ -144,5 +156,13 @@ class PrefixIndex:
     def _first_link(self, salt: str | None) -> bytes:
         if salt is None and self._epoch == 0:
             return self._root
-        epoch = struct.pack("<q", self._epoch)
+        epoch = self._epoch.to_bytes(8, "little")
         return self._hash(self._root + epoch + (b"" if salt is None else b"\0" + salt.encode()))
+
+
+def _packed(token_ids: ListOf[int]) -> bytes:
+    """Little-endian int64, so that hashes are the same on every machine."""
+    numbers = array("q", token_ids)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
