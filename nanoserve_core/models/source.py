@@ -12,7 +12,8 @@ from torch import nn
 
 from nanoserve_core.config import ModelSpec
 from nanoserve_core.errors import ConfigError
-from nanoserve_core.models.adopt import Adoption, spec_of
+from nanoserve_core.models.adopt import Adoption
+from nanoserve_core.models.eligibility import spec_of
 from nanoserve_core.models.qwen3 import Qwen3Model
 from nanoserve_core.models.weights import (
     checkpoint_dtype,

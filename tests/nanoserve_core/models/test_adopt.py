@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from nanoserve_core.errors import UnsupportedOption
 from nanoserve_core.layers.linear import Linear, SplitLinear
-from nanoserve_core.models.adopt import Adoption, ineligible_reason, spec_of
+from nanoserve_core.models.adopt import Adoption
+from nanoserve_core.models.eligibility import Eligibility, ineligible_reason, spec_of
 from tests.nanoserve_core.random_qwen3 import frozen, random_model, random_tokens, reference_logits
 
 if TYPE_CHECKING:
@@ -374,6 +376,43 @@ def test_unusual_module_is_refused_with_the_reason(
 
     with pytest.raises(UnsupportedOption, match=reason):
         Adoption(model)
+
+
+@pytest.mark.parametrize(("change", "reason"), list(changes()))
+def test_a_watched_module_that_becomes_unusual_is_noticed_and_forgiven_when_it_is_new(
+    change: Callable[[Qwen3ForCausalLM], object], reason: str
+) -> None:
+    model = random_model()
+    eligibility = Eligibility(model)
+    first, again = eligibility.reason(), eligibility.reason()
+
+    change(model)
+
+    assert (first, again) == (None, None)
+    assert re.search(reason, str(eligibility.reason()))
+    assert Eligibility(random_model()).reason() is None
+
+
+def test_an_edit_inside_the_config_is_noticed() -> None:
+    model = random_model()
+    eligibility = Eligibility(model)
+    assert eligibility.reason() is None
+
+    model.config.layer_types[1] = "sliding_attention"
+
+    assert "sliding_attention" in str(eligibility.reason())
+
+
+def test_watching_a_module_does_not_keep_it_alive() -> None:
+    model = random_model()
+    eligibility = Eligibility(model)
+    eligibility.reason()
+    alive = weakref.ref(model)
+
+    del model
+    gc.collect()
+
+    assert alive() is None
 
 
 @pytest.mark.parametrize(

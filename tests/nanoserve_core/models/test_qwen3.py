@@ -10,7 +10,8 @@ import torch
 from nanoserve_core.kernels import reference
 from nanoserve_core.kv_cache import KVCache
 from nanoserve_core.layers.attention import ForwardBatch, TorchAttention
-from nanoserve_core.models.adopt import adopted_weights, spec_of
+from nanoserve_core.models.adopt import adopted_weights
+from nanoserve_core.models.eligibility import spec_of
 from nanoserve_core.models.qwen3 import Qwen3Model, scratch_nbytes
 from tests.nanoserve_core.random_qwen3 import random_model, random_tokens, reference_logits
 
