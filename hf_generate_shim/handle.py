@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hf_generate_shim.call import HFObject, SampleCall
     from hf_generate_shim.counters import Counters
     from hf_generate_shim.explanation import Explanation
-    from hf_generate_shim.task import RequestGroup, Task
+    from hf_generate_shim.task import CallRequests, Task
     from nanoserve_adapters.engine_thread import EngineThread
     from nanoserve_core.engine_stats import EngineStats
 
@@ -222,7 +222,7 @@ class Handle:
             )
 
 
-def _collect(call: SampleCall, task: Task, group: RequestGroup, thread: EngineThread) -> Results:
+def _collect(call: SampleCall, task: Task, group: CallRequests, thread: EngineThread) -> Results:
     """Submit all requests of the call and wait for the last token, feeding the streamer."""
     results = Results(group)
     has_streamer = call.streamer is not None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hf_generate_shim.task import RequestGroup
+    from hf_generate_shim.task import CallRequests
     from nanoserve_core.request import StepOutput
 
 
@@ -74,7 +74,7 @@ class Sample:
 class Results:
     """The samples of a call in the order of its output rows."""
 
-    def __init__(self, group: RequestGroup) -> None:
+    def __init__(self, group: CallRequests) -> None:
         self._samples = {
             (request.request_id, index): Sample()
             for request in group.requests

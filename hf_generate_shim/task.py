@@ -46,7 +46,7 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestGroup:
+class CallRequests:
     """The requests of a call, and for each output row the request and sample that fills it."""
 
     requests: tuple[Request, ...]
@@ -54,7 +54,7 @@ class RequestGroup:
     """(request id, sample index) of each row; greedy rows with the same prompt share a sample."""
 
 
-def make_requests(task: Task, *, seed: int | None) -> RequestGroup:
+def make_requests(task: Task, *, seed: int | None) -> CallRequests:
     """One request for each distinct prompt, so that rows of equal prompts compute it once.
 
     ``seed`` is the call's, None for a greedy call: the stream of a row is derived from it and from
@@ -72,7 +72,7 @@ def make_requests(task: Task, *, seed: int | None) -> RequestGroup:
         requests.append(_request(task, request_id, prompt, n=n, seed=_derive(seed, rows[0])))
         sources.update({row: (request_id, i if n > 1 else 0) for i, row in enumerate(rows)})
     ordered = tuple(sources[place] for place in range(len(task.rows)))
-    return RequestGroup(requests=tuple(requests), sources=ordered)
+    return CallRequests(requests=tuple(requests), sources=ordered)
 
 
 def longest_request(task: Task) -> Request:

@@ -103,6 +103,7 @@ class Engine:
             max_model_len=runner.max_model_len,
             num_blocks=runner.num_blocks,
             block_size=runner.block_size,
+            max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
         )
         """Raises `InvalidRequest` for a request that can never run; pure, any thread may call."""
         self._requests: dict[str, RequestState] = {}
@@ -398,10 +399,8 @@ class Engine:
     def _end(
         self, request_id: str, reason: FinishReason, error: BaseException | None = None
     ) -> None:
-        state = self._requests.get(request_id)
-        if state is None:
-            return
         for sequence in self._scheduler.abort(request_id, reason):
+            state = self._requests[sequence.request.request_id]
             if state.is_open(sequence.index):
                 self._deliver(state, sequence.index, finish_reason=reason, error=error)
 

@@ -26,10 +26,11 @@ EDITS = (
     | Feature.MIN_TOKENS
     | Feature.PROCESSORS
     | Feature.BATCH_PROCESSORS
+    | Feature.GROUP
     | Feature.FAILED
     | Feature.GRAMMAR
 ).value
-"""Features of the rows that `edit_logits` has something to do for."""
+"""Features of the rows that `edit_logits` has something to do for, or that others may edit."""
 
 
 def edit_logits(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     import torch
 
+    from nanoserve_core.request_group import RequestGroup
     from nanoserve_core.sample_grammar import SampleGrammar
     from nanoserve_core.sampling_params import SamplingParams
 
@@ -73,6 +74,8 @@ class Request:
     output_scores: bool = False
     """Deliver the row after penalties, processors, temperature and filters in `StepOutput.scores`.
     """
+    group: RequestGroup | None = None
+    """Others whose tokens are chosen in the same steps; see `RequestGroup.join`."""
     metadata: Mapping[str, Any] = field(
         default_factory=dict
     )  # Any: whatever the door's plugins agree on

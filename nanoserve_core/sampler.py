@@ -22,6 +22,7 @@ from nanoserve_core.kernels import reference_sampling as ops
 from nanoserve_core.logits_edits import EDITS, edit_logits
 from nanoserve_core.logprobs import LogprobRows, to_host, token_logprobs
 from nanoserve_core.philox import uniform
+from nanoserve_core.plugins import attempt
 from nanoserve_core.slot_rules import Feature
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from nanoserve_core.batch_state import BatchState, HostInts
     from nanoserve_core.request import PositionLogprobs
+    from nanoserve_core.request_group import RequestGroup
 
 __all__ = ["Sampler", "SamplerOutput", "SamplerProtocol", "token_logprobs"]
 
@@ -182,6 +184,10 @@ class _Step:
     def _choose(self, source: Tensor, rows: HostInts, at: HostInts) -> None:
         """Tokens of ``rows``, whose scores are the rows ``at`` of ``source``."""
         features = self.features[rows]
+        is_member = features & Feature.GROUP.value != 0
+        if is_member.any():
+            self._ask_groups(source, rows[is_member], at[is_member])
+            rows, at, features = rows[~is_member], at[~is_member], features[~is_member]
         is_greedy = features & Feature.SAMPLED.value == 0
         has_top_k = features & Feature.TOP_K.value != 0
         has_top_p = features & Feature.TOP_P.value != 0
@@ -190,6 +196,27 @@ class _Step:
                 self._draw(_rows(source, at[part], self.state), rows[part])
         for part in _parts(np.flatnonzero(is_greedy), source):
             self._take_largest(_rows(source, at[part], self.state), rows[part])
+
+    def _ask_groups(self, source: Tensor, rows: HostInts, at: HostInts) -> None:
+        """Each group chooses for its members among ``rows``, in their order in the group."""
+        groups: dict[RequestGroup, list[tuple[int, int, int]]] = {}
+        for row, index in zip(rows.tolist(), at.tolist(), strict=True):
+            rules = self.state.rules(int(self.slots[row]))
+            assert rules.group is not None, "the row has the feature"
+            groups.setdefault(rules.group, []).append((rules.member, row, index))
+        for group, places in groups.items():
+            members, its_rows, its_at = (
+                np.array(part) for part in zip(*sorted(places), strict=True)
+            )
+            logits = source[self.state.to_device(its_at)]
+            on_device = self.state.to_device(its_rows)
+            _, error = attempt(self._ask, group, logits, members.tolist(), on_device)
+            if error is not None:
+                self.token_ids[on_device] = 0
+                self.errors.update(dict.fromkeys(its_rows.tolist(), error))
+
+    def _ask(self, group: RequestGroup, logits: Tensor, members: list[int], rows: Tensor) -> None:
+        self.token_ids[rows] = group.sampler(logits, members)
 
     def _take_largest(self, scores: Tensor, rows: HostInts) -> None:
         self.token_ids[self.state.to_device(rows)] = ops.argmax(scores)

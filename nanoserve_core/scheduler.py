@@ -11,6 +11,9 @@ A plan may be made before earlier ones are committed (run-ahead)::
     computed        |##############|                          K/V exists and the step is committed
     in flight                      |######################|   positions that launched steps compute
 
+The members of a group (`RequestGroup`) are admitted all or none, run their last known token in one
+step or in none, never while one of theirs is pending, and are preempted together.
+
 So a sequence can end, or be chosen as a victim, while launched steps still write into its blocks.
 It then drains: it gives its blocks back when the last of these steps is committed.
 
@@ -26,8 +29,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanoserve_core.errors import RequestTooLong
+from nanoserve_core.lockstep import Lockstep, num_blocks_together
 from nanoserve_core.plan import CachedPrefix, ScheduledSeq, SlotAssignment, StepPlan
 from nanoserve_core.request import FinishReason, SequenceStatus
+from nanoserve_core.scheduled_row import assignment_of, row_of, wants_prompt_logprobs
 from nanoserve_core.scheduler_events import Admission, Committed, SchedulerEvents, SchedulerStats
 from nanoserve_core.slot_pool import SlotPool
 from nanoserve_core.waiting_queue import WaitingQueue
@@ -89,6 +94,7 @@ class Scheduler:
         self._prefilling: dict[int, Sequence] = {}
         self._decoding: dict[int, Sequence] = {}
         self._draining: dict[int, Sequence] = {}
+        self._lockstep = Lockstep()
         self._launched: deque[_Launched] = deque()
         self._num_running = 0
         self._num_copy_sources = 0
@@ -131,9 +137,15 @@ class Scheduler:
         for sequence in (leader, *followers):
             assert sequence.sequence_id > self._last_sequence_id, "sequence ids must increase"
             self._last_sequence_id = sequence.sequence_id
-        self._requests[request_id] = [leader, *followers]
-        self._waiting.push(leader)
-        self._waiting.push_followers(leader, followers)
+        if leader.request.group is None:
+            self._requests[request_id] = [leader, *followers]
+            self._waiting.push(leader)
+            self._waiting.push_followers(leader, followers)
+        else:
+            self._requests[request_id] = members = self._lockstep.add(leader)
+            self._waiting.hold(1)
+            if len(members) == len(leader.request.group.request_ids):
+                self._waiting.push_group(members)
 
     def schedule(self) -> StepPlan | None:
         """The next step; None when nothing can be launched before a commit, or at all.
@@ -142,7 +154,8 @@ class Scheduler:
         in this order.
         """
         manager = self._block_manager
-        has_room = manager.num_free_blocks >= len(self._decoding) or self._grow_tables()
+        num_running = len(self._decoding) + len(self._lockstep.ready)
+        has_room = manager.num_free_blocks >= num_running or self._grow_tables()
         draft = _Draft(self._max_num_batched_tokens)
         self._add_decode_rows(draft)
         for sequence in list(self._prefilling.values()):
@@ -150,7 +163,7 @@ class Scheduler:
                 self._add_prefill_row(draft, sequence)
         if has_room:
             self._admit(draft)
-        return self._launch(draft) if draft.rows else None
+        return self._launch(draft) if draft.rows or draft.assigned else None
 
     def commit(
         self,
@@ -192,7 +205,8 @@ class Scheduler:
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Sequence]:
         """End the unfinished samples of a request now, with reason ABORT or ERROR; returns them.
 
-        An unknown or finished request gives []. What launched steps still bring is dropped.
+        Those of its group end with it. An unknown or finished request gives []. What launched steps
+        still bring is dropped.
         """
         samples = self._requests.get(request_id, ())
         unfinished = [sequence for sequence in samples if not sequence.is_finished]
@@ -217,11 +231,11 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError when the books contradict each other. For tests."""
-        holders = {**self._prefilling, **self._decoding, **self._draining}
+        holders = {**self._prefilling, **self._decoding, **self._draining, **self._lockstep.ready}
         sources = [source for step in self._launched for source, _ in step.plan.block_copies]
         self._block_manager.check(holders.values(), sources)
         assert self._num_copy_sources == len(sources), f"{self._num_copy_sources=} {sources=}"
-        live = [s for group in self._requests.values() for s in group if not s.is_finished]
+        live = {s for samples in self._requests.values() for s in samples if not s.is_finished}
         slots = {s.slot for s in live if s.status is SequenceStatus.RUNNING}
         assert len(slots) == self._num_running <= self._max_num_seqs, f"{slots=}"
         assert len(slots) + self._slots.num_free == self._max_num_seqs, f"{slots=}"
@@ -240,18 +254,19 @@ class Scheduler:
         False when blocks were short: then nobody is admitted in this step.
         """
         has_room, manager = True, self._block_manager
-        for sequence in list(self._decoding.values()):
+        for sequence in [*self._decoding.values(), *self._lockstep.ready.values()]:
+            running = self._decoding if sequence.request.group is None else self._lockstep.ready
             num_tokens = len(sequence.token_ids) + sequence.num_pending
             if (
                 num_tokens <= len(sequence.block_ids) * self._block_size
                 or num_tokens >= sequence.max_total_tokens
-                or sequence.sequence_id not in self._decoding  # a victim by now
+                or sequence.sequence_id not in running  # a victim by now
             ):
                 continue
             if not manager.can_append(sequence, num_tokens):
                 has_room = False
                 self._make_room(sequence, num_tokens)
-            if sequence.sequence_id in self._decoding and manager.can_append(sequence, num_tokens):
+            if sequence.sequence_id in running and manager.can_append(sequence, num_tokens):
                 manager.append(sequence, num_tokens)
         return has_room
 
@@ -260,9 +275,9 @@ class Scheduler:
         while not self._block_manager.can_append(sequence, num_tokens):
             if self._draining or self._num_copy_sources:
                 return
-            victim = self._choose_victim(sequence)
-            self._preempt(victim)
-            if victim is sequence:
+            victims = self._lockstep.together(self._choose_victim(sequence))
+            self._preempt([s for s in victims if s.status is SequenceStatus.RUNNING])
+            if sequence in victims:
                 return
 
     def _choose_victim(self, needer: Sequence) -> Sequence:
@@ -272,24 +287,31 @@ class Scheduler:
         to lose is never chosen while another runs, so it gets through.
         """
         manager = self._block_manager
+        running = (self._prefilling, self._decoding, self._lockstep.ready)
         candidates = [
             s
-            for s in chain(self._prefilling.values(), self._decoding.values())
+            for s in chain.from_iterable(sequences.values() for sequences in running)
             if s is needer or manager.has_private_blocks(s)
         ]
+        work = {s: sum(map(_lost_work, self._lockstep.together(s))) for s in candidates}
         return max(
-            candidates,
-            key=lambda s: (s.request.priority, -_lost_work(s), s.arrival, s.sequence_id),
+            candidates, key=lambda s: (s.request.priority, -work[s], s.arrival, s.sequence_id)
         )
 
-    def _preempt(self, victim: Sequence) -> None:
-        self._prefilling.pop(victim.sequence_id, None)
-        self._decoding.pop(victim.sequence_id, None)
-        if victim.num_in_flight:
-            victim.is_preempting = True
-            self._draining[victim.sequence_id] = victim
-        else:
-            self._requeue(victim)
+    def _preempt(self, victims: list[Sequence]) -> None:
+        """Take one sequence, or the running members of a group, out of the running ones."""
+        is_in_flight = any(victim.num_in_flight for victim in victims)
+        for victim in victims:
+            self._remove(victim)
+            if is_in_flight:
+                victim.is_preempting = True
+                self._draining[victim.sequence_id] = victim
+        if not is_in_flight:
+            self._requeue(victims)
+
+    def _remove(self, sequence: Sequence) -> None:
+        for running in (self._prefilling, self._decoding, self._lockstep.ready):
+            running.pop(sequence.sequence_id, None)
 
     def _add_decode_rows(self, draft: _Draft) -> None:
         """One token for each decoding sequence, unless it is certain to end first or lacks a block.
@@ -328,50 +350,59 @@ class Scheduler:
                     new_block_ids,
                 )
             )
+        self._add_group_rows(draft)
         draft.num_decode_seqs = len(rows)
         draft.budget -= len(rows)
 
+    def _add_group_rows(self, draft: _Draft) -> None:
+        """One token for each member of the groups that are complete and have the blocks for it."""
+        manager = self._block_manager
+        for members in self._lockstep.complete_groups():
+            for sequence in members:
+                if manager.can_append(sequence, sequence.num_tokens):
+                    manager.append(sequence, sequence.num_tokens)
+            num_covered = sum(len(s.block_ids) * self._block_size >= s.num_tokens for s in members)
+            if num_covered == len(members):
+                draft.rows += [row_of(s, s.num_tokens - 1, s.num_tokens) for s in members]
+                draft.sequences += members
+
     def _add_prefill_row(self, draft: _Draft, sequence: Sequence) -> None:
-        """The next chunk of a sequence; after the last one it decodes."""
-        start = sequence.num_computed_tokens + sequence.num_in_flight
-        end = min(start + draft.budget, sequence.num_tokens)
-        is_last = end == sequence.num_tokens
-        row = ScheduledSeq(
-            sequence_id=sequence.sequence_id,
-            slot=sequence.slot,
-            generation=sequence.generation,
-            start=start,
-            num_tokens=end - start,
-            token_ids=tuple(sequence.token_ids[start:end]),
-            samples=is_last,
-            new_block_ids=tuple(sequence.block_ids[sequence.num_sent_blocks :]),
-            num_prompt_logprobs=_num_prompt_logprobs(sequence, start, end),
-        )
-        self._block_manager.mark_computing(sequence, start, end)
-        draft.rows.append(row)
-        draft.sequences.append(sequence)
-        draft.budget -= row.num_tokens
-        sequence.num_sent_blocks = len(sequence.block_ids)
-        sequence.num_in_flight += row.num_tokens
-        sequence.num_pending += is_last
-        if is_last:
+        """The next chunk of a sequence; after the last one it decodes.
+
+        A member of a group keeps its last token for the step that all run together.
+        """
+        is_member = sequence.request.group is not None
+        start, last = sequence.num_computed_tokens + sequence.num_in_flight, sequence.num_tokens
+        last -= is_member
+        end = min(start + draft.budget, last)
+        if end == last:
             del self._prefilling[sequence.sequence_id]
-            self._decoding[sequence.sequence_id] = sequence
+            decoding = self._lockstep.ready if is_member else self._decoding
+            decoding[sequence.sequence_id] = sequence
+        if start == end:
+            return
+        self._block_manager.mark_computing(sequence, start, end)
+        draft.rows.append(row_of(sequence, start, end))
+        draft.sequences.append(sequence)
+        draft.budget -= end - start
         if sequence.num_preemptions:
-            self._stats.num_recomputed_tokens += row.num_tokens
+            self._stats.num_recomputed_tokens += end - start
         else:
-            self._stats.num_prefill_tokens += row.num_tokens
+            self._stats.num_prefill_tokens += end - start
 
     def _admit(self, draft: _Draft) -> None:
         """Start waiting sequences in their order until one does not fit.
 
-        Those whose next block a launched step is computing are put aside, and hinder nobody.
+        Those whose next block a launched step is computing are put aside, and hinder nobody; but
+        for a group that has begun to join everybody waits.
         """
         while draft.budget > 0 and self._num_running < self._max_num_seqs:
             sequence = self._waiting.peek()
             if sequence is None or sequence.sequence_id == self._blocked_id:
                 return
             prefix = self._find_prefix(sequence)
+            if prefix.is_computing and self._waiting.is_joining:
+                return
             if prefix.is_computing:
                 self._waiting.park(sequence.block_hashes[len(prefix.block_ids)])
                 continue
@@ -388,7 +419,7 @@ class Scheduler:
 
     def _find_prefix(self, sequence: Sequence) -> CachedPrefix:
         """What need not be computed: known from sample 0 of the request, or from the index."""
-        if _wants_prompt_logprobs(sequence):
+        if wants_prompt_logprobs(sequence):
             return CachedPrefix()
         if sequence.index > 0 and sequence.num_output_tokens == 0:
             leader = self._requests[sequence.request.request_id][0]
@@ -398,9 +429,14 @@ class Scheduler:
         return self._block_manager.lookup(sequence)
 
     def _fits(self, sequence: Sequence, prefix: CachedPrefix) -> bool:
-        manager = self._block_manager
+        manager, is_joining = self._block_manager, self._waiting.is_joining
         num_needed = manager.num_new_blocks(sequence, prefix, sequence.num_tokens)
-        num_reserved = self._num_watermark_blocks if self._num_running else 0
+        if sequence.request.group is not None and not is_joining:  # all of it or none
+            members = self._lockstep.together(sequence)
+            if self._num_running + len(members) > self._max_num_seqs:
+                return False
+            num_needed = max(num_needed, num_blocks_together(members, manager))
+        num_reserved = self._num_watermark_blocks if self._num_running and not is_joining else 0
         return num_needed + num_reserved <= manager.num_free_blocks
 
     def _start(self, draft: _Draft, sequence: Sequence, prefix: CachedPrefix) -> None:
@@ -418,18 +454,7 @@ class Scheduler:
         else:
             self._stats.num_cached_tokens += prefix.num_tokens
             self._admitted.append(Admission(sequence, prefix.num_tokens))
-        draft.assigned.append(
-            SlotAssignment(
-                slot=sequence.slot,
-                generation=sequence.generation,
-                request=sequence.request,
-                index=sequence.index,
-                seed=sequence.seed,
-                token_ids=tuple(sequence.token_ids),
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                grammar=sequence.grammar,
-            )
-        )
+        draft.assigned.append(assignment_of(sequence))
 
     def _launch(self, draft: _Draft) -> StepPlan:
         stats = self._stats
@@ -508,14 +533,15 @@ class Scheduler:
         else:
             self._stop_running(sequence)
         self._waiting.release_followers(sequence)
-        request_id = sequence.request.request_id
-        if all(sample.is_finished for sample in self._requests[request_id]):
-            del self._requests[request_id]
+        samples = self._requests[sequence.request.request_id]
+        if all(sample.is_finished for sample in samples):
+            self._lockstep.forget(sequence.request.group)
+            for sample in samples:
+                self._requests.pop(sample.request.request_id, None)
 
     def _stop_running(self, sequence: Sequence) -> None:
         """Take the slot back at once, and the blocks when no launched step can write them."""
-        self._prefilling.pop(sequence.sequence_id, None)
-        self._decoding.pop(sequence.sequence_id, None)
+        self._remove(sequence)
         self._slots.release(sequence.slot)
         self._released_slots.append(sequence.slot)
         self._num_running -= 1
@@ -527,20 +553,28 @@ class Scheduler:
             self._draining.pop(sequence.sequence_id, None)
             self._block_manager.free(sequence)
 
-    def _requeue(self, victim: Sequence) -> None:
-        """A victim without launched steps waits again, in the order of its arrival."""
-        self._stop_running(victim)
-        victim.status = SequenceStatus.WAITING
-        victim.slot = victim.generation = -1
-        victim.num_computed_tokens = victim.num_cached_tokens = victim.num_sent_blocks = 0
-        victim.num_preemptions += 1
-        self._stats.num_preemptions += 1
-        self._preempted.append(victim)
-        self._waiting.push(victim)
+    def _requeue(self, victims: list[Sequence]) -> None:
+        """Victims without launched steps wait again, in the order of their arrival."""
+        for victim in victims:
+            self._stop_running(victim)
+            victim.status = SequenceStatus.WAITING
+            victim.slot = victim.generation = -1
+            victim.num_computed_tokens = victim.num_cached_tokens = victim.num_sent_blocks = 0
+            victim.num_preemptions += 1
+            self._stats.num_preemptions += 1
+            self._preempted.append(victim)
+        if victims[0].request.group is None:
+            self._waiting.push(victims[0])
+        else:
+            self._waiting.hold(len(victims))
+            self._waiting.push_group(self._lockstep.together(victims[0]))
 
     def _end_draining(self, sequence: Sequence) -> None:
         if sequence.is_preempting:
-            self._requeue(sequence)
+            together = self._lockstep.together(sequence)
+            victims = [s for s in together if s.status is SequenceStatus.RUNNING]
+            if not any(victim.num_in_flight for victim in victims):
+                self._requeue(victims)
         else:
             self._blocked_id = -1
             del self._draining[sequence.sequence_id]
@@ -561,16 +595,3 @@ class Scheduler:
 def _lost_work(sequence: Sequence) -> int:
     """Positions that a preemption throws away; what was cached before is likely to be so again."""
     return sequence.num_computed_tokens + sequence.num_in_flight - sequence.num_cached_tokens
-
-
-def _wants_prompt_logprobs(sequence: Sequence) -> bool:
-    """Whether each position of the prompt must be computed: sample 0 reports them, once."""
-    is_wanted = sequence.request.sampling.prompt_logprobs is not None
-    return is_wanted and sequence.index == 0 and sequence.num_output_tokens == 0
-
-
-def _num_prompt_logprobs(sequence: Sequence, start: int, end: int) -> int:
-    """Positions of a chunk whose logits tell of a prompt token: the prompt's last does not."""
-    if not _wants_prompt_logprobs(sequence):
-        return 0
-    return max(0, min(end, sequence.num_prompt_tokens - 1) - start)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nanoserve_core.request import LogitsProcessor, Request
+    from nanoserve_core.request_group import RequestGroup
     from nanoserve_core.sampling_params import SamplingParams
 
 
@@ -45,6 +46,8 @@ class Feature(IntFlag):
     PROCESSED_LOGPROBS = auto()
     OUTPUT_LOGITS = auto()
     OUTPUT_SCORES = auto()
+    GROUP = auto()
+    """The token is chosen by the request's group."""
     FAILED = auto()
     """A plugin could not take the request."""
     GRAMMAR = auto()
@@ -75,6 +78,9 @@ class SlotRules:
     """[ids] int64: what may not end the sequence before ``min_tokens``."""
     processors: tuple[LogitsProcessor, ...]
     num_logprobs: int
+    group: RequestGroup | None
+    member: int
+    """Place in ``group``."""
 
 
 def features_of(request: Request, vocab_size: int) -> int:
@@ -97,6 +103,7 @@ def features_of(request: Request, vocab_size: int) -> int:
         Feature.PROCESSED_LOGPROBS: sampling.logprobs is not None and not raw,
         Feature.OUTPUT_LOGITS: request.output_logits,
         Feature.OUTPUT_SCORES: request.output_scores,
+        Feature.GROUP: request.group is not None,
     }
     return sum(feature.value for feature, is_asked in asked.items() if is_asked)
 
@@ -129,4 +136,6 @@ def rules_of(request: Request, eos_token_ids: tuple[int, ...], device: torch.dev
         stop_ids=ids({*eos_token_ids, *sampling.stop_token_ids}),
         processors=request.logits_processors,
         num_logprobs=sampling.logprobs or 0,
+        group=request.group,
+        member=request.group.request_ids.index(request.request_id) if request.group else 0,
     )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from nanoserve_core.request import Request
+    from nanoserve_core.request_group import RequestGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,8 @@ class RequestValidator:
     max_model_len: int
     num_blocks: int
     block_size: int
+    max_num_seqs: int
+    """Sequences that can run in one step: the most that a group may have."""
 
     def __call__(self, request: Request) -> None:
         """Raise `InvalidRequest` (or its `RequestTooLong`) when ``request`` is malformed or can
@@ -37,6 +40,8 @@ class RequestValidator:
         self._check_doors_work(request)
         self._check_length(request)
         self._check_grammar(request)
+        if request.group is not None:
+            self._check_group(request, request.group)
 
     def max_total_tokens(self, request: Request) -> int:
         """Prompt plus the most tokens ``request`` may generate."""
@@ -133,6 +138,28 @@ class RequestValidator:
             what = f"the prompt of {prompt_len} tokens and max_tokens={max_tokens}"
             self._check_context(request, prompt_len + max_tokens, what)
             self._check_pool(request, prompt_len + max_tokens - 1, what)
+
+    def _check_group(self, request: Request, group: RequestGroup) -> None:
+        sampling, size = request.sampling, len(group.request_ids)
+        if sampling.n > 1 or not sampling.max_tokens or sampling.prompt_logprobs is not None:
+            raise InvalidRequest(
+                f"request {request.request_id}: n={sampling.n}, max_tokens={sampling.max_tokens}, "
+                f"prompt_logprobs={sampling.prompt_logprobs} in a group: expected n=1, at least "
+                "one token and no prompt_logprobs. Make a member for each sample."
+            )
+        if size > self.max_num_seqs:
+            raise RequestTooLong(
+                f"request {request.request_id}: its group has {size} members, which sample in the "
+                f"same step: expected at most {self.max_num_seqs} (max_num_seqs, and "
+                "max_num_batched_tokens). Split the batch, or raise them."
+            )
+        need = sum(-(-(total - 1) // self.block_size) for total in group.num_total_tokens)
+        if need > self.num_blocks:
+            raise RequestTooLong(
+                f"request {request.request_id}: the {size} members of its group, which run "
+                f"together, need {need} KV blocks of {self.block_size} tokens, but the pool has "
+                f"{self.num_blocks}. Split the batch or give the engine more kv_cache_memory_bytes."
+            )
 
     def _check_context(self, request: Request, num_tokens: int, what: str) -> None:
         if num_tokens > self.max_model_len:

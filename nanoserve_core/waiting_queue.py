@@ -4,7 +4,9 @@
 
     queued     may be admitted next
     parked     a running sequence is computing the block it needs next; by that block's hash
-    followers  samples 1 .. n-1 of a request, until sample 0, their leader, has the prompt computed
+    followers  samples 1 .. n-1 of a request, until sample 0, their leader, has the prompt computed;
+               members of a group, until their leader is admitted
+    joining    those members then: they come before all others
 
 A sequence that ended while it waited is dropped when its turn comes. This file knows no blocks and
 no budget.
@@ -31,6 +33,7 @@ class WaitingQueue:
         self._heap: list[_Entry] = []
         self._parked: dict[bytes, list[Sequence]] = {}
         self._followers: dict[int, list[Sequence]] = {}
+        self._joining: list[Sequence] = []
         self._num_waiting = 0
         self._num_dead = 0
 
@@ -48,8 +51,26 @@ class WaitingQueue:
             self._num_waiting += len(followers)
             self._followers[leader.sequence_id] = followers
 
+    def hold(self, num_members: int) -> None:
+        """So many members of a group start to wait; `push_group` when all of it does."""
+        self._num_waiting += num_members
+
+    def push_group(self, members: list[Sequence]) -> None:
+        """All unfinished members of a group wait: they take their turn together."""
+        leader, *followers = members
+        self._joining = [s for s in self._joining if s.request.group is not leader.request.group]
+        self._followers[leader.sequence_id] = followers
+        self._queue(leader)
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether a group is admitted in part: nobody else can be."""
+        return bool(self._joining)
+
     def peek(self) -> Sequence | None:
         """The sequence whose turn it is."""
+        if self._joining:
+            return self._joining[0]
         heap = self._heap
         while heap and heap[0][-1].is_finished:
             heappop(heap)
@@ -58,8 +79,13 @@ class WaitingQueue:
 
     def pop(self) -> None:
         """The sequence of the last `peek` was admitted."""
-        heappop(self._heap)
         self._num_waiting -= 1
+        if self._joining:
+            self._joining.pop(0)
+            return
+        sequence = heappop(self._heap)[-1]
+        if sequence.request.group is not None:
+            self._joining = self._followers.pop(sequence.sequence_id)
 
     def park(self, prefix_hash: bytes) -> None:
         """Put the sequence of the last `peek` aside until the block with this hash is computed."""
@@ -84,6 +110,7 @@ class WaitingQueue:
         """A waiting sequence, wherever it is, has just become finished."""
         self._num_waiting -= 1
         self._num_dead += 1
+        self._joining = [sequence for sequence in self._joining if not sequence.is_finished]
         if self._num_dead > max(_MIN_DEAD, self._num_waiting):
             self._drop_dead()
 

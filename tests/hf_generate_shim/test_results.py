@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from hf_generate_shim.results import CallSink, Results
-from hf_generate_shim.task import RequestGroup
+from hf_generate_shim.task import CallRequests
 from nanoserve_core.errors import EngineClosed, RequestFailed
 from nanoserve_core.request import FinishReason, Request, StepOutput
 from nanoserve_core.sampling_params import SamplingParams
@@ -15,14 +15,14 @@ from nanoserve_core.sampling_params import SamplingParams
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
-def group(**samples: int) -> RequestGroup:
+def group(**samples: int) -> CallRequests:
     """Requests by id with their number of samples; rows in the same order."""
     requests = tuple(
         Request(request_id=name, prompt_token_ids=(1,), sampling=SamplingParams(n=n))
         for name, n in samples.items()
     )
     sources = tuple((name, index) for name, n in samples.items() for index in range(n))
-    return RequestGroup(requests=requests, sources=sources)
+    return CallRequests(requests=requests, sources=sources)
 
 
 def token(request_id: str, *ids: int, index: int = 0, reason: FinishReason | None = None,

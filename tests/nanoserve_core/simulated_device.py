@@ -13,17 +13,24 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nanoserve_core.request import FinishReason, Request, Sequence
+from nanoserve_core.request_group import RequestGroup
 from nanoserve_core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
+    from collections.abc import Sequence as ListOf
+
+    from torch import Tensor
 
     from nanoserve_core.block_manager import BlockManager
     from nanoserve_core.plan import ScheduledSeq, SlotAssignment, StepPlan
     from nanoserve_core.scheduler import Committed, Scheduler
+
+Group: TypeAlias = "list[list[Sequence]]"
+"""The samples of each request, here one, as `Scheduler.add` takes them."""
 
 EOS = 0
 VOCAB_SIZE = 7
@@ -79,6 +86,11 @@ class SimulatedModel:
             if is_eos or is_long or token in sampling.stop_token_ids:
                 return tokens, FinishReason.STOP
         return tokens, FinishReason.LENGTH
+
+
+def choose_nothing(logits: Tensor, members: ListOf[int]) -> Tensor:
+    """The sampler of groups: the simulated device samples in its place."""
+    raise AssertionError(f"asked for {members} of {logits}")
 
 
 def stop_after_of(sequence: Sequence) -> int | None:
@@ -245,6 +257,16 @@ class RequestFactory:
         self.num_requests += 1
         return [self._sequence(request, index) for index in range(n)]
 
+    def group(self, prompts: Iterable[Iterable[int]], max_tokens: int = 8, **options: Any) -> Group:
+        """One sequence for each prompt, all of one new group; options as for a request."""
+        samples = [self(prompt, max_tokens, **options) for prompt in prompts]
+        requests = [sequence.request for (sequence,) in samples]
+        joined = RequestGroup.join(requests, choose_nothing)
+        for (sequence,), request in zip(samples, joined, strict=True):
+            sequence.request = request
+            sequence.seed = sequence.sequence_id
+        return samples
+
     def _sequence(self, request: Request, index: int) -> Sequence:
         number, num_prompt_tokens = self.num_sequences, len(request.prompt_token_ids)
         self.num_sequences += 1
@@ -280,6 +302,8 @@ class EngineLoop:
         self.run_ahead = run_ahead
         self.plans: list[StepPlan] = []
         self.finished: list[Sequence] = []
+        self.aborted: list[Sequence] = []
+        """Members of groups that ended because another one failed."""
 
     def launch(self) -> StepPlan | None:
         """Schedule and launch one step."""
@@ -290,9 +314,13 @@ class EngineLoop:
         return plan
 
     def commit(self, *, failed: Collection[int] = ()) -> list[Committed]:
-        """Commit the oldest launched step."""
+        """Commit the oldest launched step. A group of which a member failed is aborted."""
         plan, token_ids = self.device.collect()
         committed = self.scheduler.commit(plan, token_ids, should_stop=should_stop, failed=failed)
+        for sequence in [c.sequence for c in committed if c.row in failed]:
+            group = sequence.request.group
+            for request_id in group.request_ids if group else ():
+                self.aborted += self.scheduler.abort(request_id, FinishReason.ERROR)
         self.finished.extend(c.sequence for c in committed if c.sequence.is_finished)
         return committed
 

@@ -22,8 +22,10 @@ from nanoserve_core.block_manager import BlockManager
 from nanoserve_core.errors import RequestTooLong
 from nanoserve_core.request import FinishReason, Sequence, SequenceStatus
 from nanoserve_core.scheduler import Scheduler
+from nanoserve_core.validation import RequestValidator
 from tests.nanoserve_core.simulated_device import (
     EOS,
+    VOCAB_SIZE,
     EngineLoop,
     RequestFactory,
     SimulatedModel,
@@ -31,6 +33,8 @@ from tests.nanoserve_core.simulated_device import (
 
 if TYPE_CHECKING:
     from nanoserve_core.plan import StepPlan
+    from nanoserve_core.request import Request
+    from nanoserve_core.request_group import RequestGroup
 
 FAMILIES = ([1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1, 2, 3, 4], [1, 2, 3, 4, 4, 4, 4, 4, 4, 4, 4, 4])
 WEAK_HASHES = {
@@ -108,6 +112,31 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit(self, prompt: list[int], max_tokens: int, n: int, **options: object) -> None:
         self._add(self.new_request(prompt, max_tokens, n=n, **options))  # type: ignore[arg-type]  # as drawn
 
+    @rule(
+        some_prompts=st.lists(prompts, min_size=1, max_size=4),
+        num_copies=st.sampled_from([1, 1, 2]),
+        max_tokens=st.sampled_from([1, 4, 10]),
+        priority=st.sampled_from([0, 0, 1]),
+        ignore_eos=st.booleans(),
+        stop_after=st.sampled_from([None, None, 3]),
+        num_submitted=st.sampled_from([8, 8, 8, 1]),
+    )
+    def submit_group(
+        self,
+        some_prompts: list[list[int]],
+        num_copies: int,
+        max_tokens: int,
+        num_submitted: int,
+        **options: object,
+    ) -> None:
+        """``num_submitted``: sometimes a part only, which waits until it is aborted."""
+        members = self.new_request.group(some_prompts * num_copies, max_tokens, **options)
+        submitted = members[:num_submitted] if self._can_run(members[0][0].request) else []
+        self.new_request.num_sequences -= len(members) - len(submitted)
+        for (sequence,) in submitted:
+            self.scheduler.add([sequence])
+            self.sequences[sequence.sequence_id] = sequence
+
     @rule(prompt=prompts, max_tokens=st.integers(0, 3), n=st.sampled_from([1, 2]))
     def submit_with_prompt_logprobs(self, prompt: list[int], max_tokens: int, n: int) -> None:
         self._add(self.new_request(prompt, max_tokens, n=n, prompt_logprobs=1))
@@ -147,7 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.loop.launch()
 
         if plan is None:
-            assert self.device.in_flight or not self.scheduler.has_unfinished, "stuck"
+            assert self.device.in_flight or self._only_parts_of_groups_are_left(), "stuck"
         else:
             self._check_plan(plan)
         self._take_events()
@@ -160,11 +189,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         committed = self.loop.commit(failed=() if failed is None else (failed,))
 
         for sequence, token_id, row in committed:
-            assert (sequence.finish_reason is FinishReason.ERROR) == (row == failed)
+            assert row != failed or sequence.finish_reason is FinishReason.ERROR
             num_new = sequence.num_output_tokens - before[sequence.sequence_id]
             assert num_new == (token_id is not None)
-            if sequence.is_finished:
+            if sequence.is_finished and sequence not in self.loop.aborted:
                 self._note_end(sequence)
+        for sequence in self.loop.aborted:
+            self._note_end(sequence)
+        self.loop.aborted.clear()
         self._take_events()
 
     @rule(num_steps=st.integers(1, 8))
@@ -201,6 +233,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "loop"):
             return
+        for group in {s.request.group: s for s in self._parts_of_groups()}.values():
+            self.abort(group.sequence_id, FinishReason.ABORT)
         for _ in range(3_000):
             if not self.scheduler.has_unfinished and not self.device.in_flight:
                 break
@@ -225,10 +259,51 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.add(samples)
         self.sequences.update((s.sequence_id, s) for s in samples)
 
+    def _can_run(self, request: Request) -> bool:
+        validate = RequestValidator(
+            vocab_size=VOCAB_SIZE,
+            max_model_len=64,
+            num_blocks=self.blocks.num_blocks,
+            block_size=self.blocks.block_size,
+            max_num_seqs=min(self.max_num_seqs, self.max_num_batched_tokens),
+        )
+        try:
+            validate(request)
+        except RequestTooLong:
+            return False
+        return True
+
+    def _members(self, group: RequestGroup) -> list[Sequence]:
+        """Unfinished members that were submitted."""
+        return [s for s in self._unfinished() if s.request.group is group]
+
+    def _unfinished(self) -> list[Sequence]:
+        return [s for s in self.sequences.values() if not s.is_finished]
+
+    def _parts_of_groups(self) -> list[Sequence]:
+        """Unfinished members of groups of which not all was submitted."""
+        counts = Counter(s.request.group for s in self.sequences.values())
+        return [
+            s
+            for s in self._unfinished()
+            if (group := s.request.group) and counts[group] < len(group.request_ids)
+        ]
+
+    def _only_parts_of_groups_are_left(self) -> bool:
+        return len(self._parts_of_groups()) == len(self._unfinished())
+
+    def _check_groups(self, plan: StepPlan) -> None:
+        """A group samples with all its members or not at all, and one step at a time."""
+        sampled = {row.sequence_id for row in plan.seqs if row.samples}
+        for group in {self.sequences[i].request.group for i in sampled} - {None}:
+            assert {s.sequence_id for s in self._members(group)} <= sampled, "one is left out"
+            assert all(s.num_pending == 1 for s in self._members(group)), "a token is pending"
+
     def _check_plan(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self.max_num_batched_tokens
         ids = [row.sequence_id for row in plan.seqs]
         assert len(set(ids)) == len(ids), "a sequence twice in a step"
+        self._check_groups(plan)
         for row in plan.seqs:
             sequence = self.sequences[row.sequence_id]
             assert row.end <= sequence.max_total_tokens, "runs past its certain end"
@@ -338,3 +413,104 @@ def test_requests_that_outgrow_the_pool_together_end_as_if_alone(load: Load) -> 
             assert sequence.token_ids == tokens[: sequence.num_tokens]
         else:
             assert (sequence.token_ids, sequence.finish_reason) == (tokens, reason)
+
+
+@dataclass(frozen=True)
+class GroupLoad:
+    """Groups, and requests of their own, that together need several times the pool."""
+
+    sizes: list[tuple[int, int, int, int, bool]]
+    """(members, length of the first prompt, max_tokens, priority, equal prompts); no group if 0."""
+    block_size: int
+    num_spare_blocks: int
+    max_num_batched_tokens: int
+    run_ahead: int
+    abort_at: int
+    """Step before which a member of the first is aborted."""
+    caching: str
+
+
+group_loads = st.builds(
+    GroupLoad,
+    sizes=st.lists(
+        st.tuples(
+            st.sampled_from([0, 0, 1, 2, 3, 5]),
+            st.integers(1, 7),
+            st.sampled_from([1, 5, 9]),
+            st.sampled_from([0, 0, 0, 1]),
+            st.booleans(),
+        ),
+        min_size=2,
+        max_size=6,
+    ),
+    block_size=st.integers(1, 4),
+    num_spare_blocks=st.integers(0, 4),
+    max_num_batched_tokens=st.integers(5, 16),
+    run_ahead=st.integers(0, 2),
+    abort_at=st.integers(0, 40),
+    caching=st.sampled_from(["strong", "strong", "xxh64", "off"]),
+)
+
+
+@given(group_loads)
+def test_groups_that_outgrow_the_pool_run_in_lockstep_and_end_as_if_alone(load: GroupLoad) -> None:
+    new_request = RequestFactory()
+    requests = [
+        new_request.group(
+            [FAMILIES[0][: length + (0 if equal else i)] for i in range(max(size, 1))],
+            max_tokens,
+            priority=priority,
+            ignore_eos=False,
+        )
+        if size
+        else [new_request(FAMILIES[0][:length], max_tokens, priority=priority)]
+        for size, length, max_tokens, priority, equal in load.sizes
+    ]
+    num_blocks = load.num_spare_blocks + max(
+        sum(-(-max(s.max_total_tokens - 1, s.num_prompt_tokens) // load.block_size) for (s,) in r)
+        for r in requests
+    )
+    manager = make_block_manager(num_blocks, load.block_size, load.caching)
+    scheduler = Scheduler(
+        manager,
+        max_num_seqs=5,
+        max_num_batched_tokens=load.max_num_batched_tokens,
+        max_model_len=64,
+        eos_token_ids=frozenset({EOS}),
+    )
+    model = SimulatedModel(eos_every=20)
+    loop = EngineLoop(scheduler, block_manager=manager, model=model, run_ahead=load.run_ahead)
+    for samples in chain.from_iterable(requests):
+        scheduler.add(samples)
+
+    for _ in range(load.abort_at):
+        loop.step()
+        scheduler.check()
+    aborted = scheduler.abort(requests[0][-1][0].request.request_id)
+    loop.run()
+
+    assert manager.num_free_blocks == num_blocks
+    for (sequence,) in chain.from_iterable(requests):
+        tokens, reason = model.solo_run(sequence)
+        if sequence in aborted:
+            assert sequence.token_ids == tokens[: sequence.num_tokens]
+        else:
+            assert (sequence.token_ids, sequence.finish_reason) == (tokens, reason)
+    for members in requests:
+        if members[0][0].request.group is not None:
+            assert_in_lockstep(loop, [sequence for (sequence,) in members])
+
+
+def assert_in_lockstep(loop: EngineLoop, members: list[Sequence]) -> None:
+    """Token number k of all members was sampled in the same step."""
+    ids = {s.sequence_id: s for s in members}
+    samplings = [
+        {row.sequence_id: row.end for row in plan.seqs if row.samples and row.sequence_id in ids}
+        for plan in loop.plans
+    ]
+    steps = [step for step in samplings if step]
+    for number, step in enumerate(steps):
+        for sequence_id, end in step.items():
+            assert end - ids[sequence_id].num_prompt_tokens == number, "a token in another step"
+        alive = {s.sequence_id for s in members if s.num_output_tokens > number}
+        assert alive <= step.keys(), "one is left out"

@@ -10,7 +10,9 @@ from nanoserve_core import Request, SamplingParams
 from nanoserve_core.errors import InvalidRequest, RequestTooLong
 from nanoserve_core.validation import RequestValidator
 
-VALIDATE = RequestValidator(vocab_size=256, max_model_len=64, num_blocks=4, block_size=4)
+VALIDATE = RequestValidator(
+    vocab_size=256, max_model_len=64, num_blocks=4, block_size=4, max_num_seqs=2
+)
 
 
 def _request(prompt: Any, **sampling: Any) -> Request:  # noqa: ANN401 - a caller's value
@@ -47,7 +49,9 @@ def test_output_that_outgrows_the_pool_is_refused_by_the_block() -> None:
 
 
 def test_prompt_and_output_longer_than_the_context_are_refused() -> None:
-    validate = RequestValidator(vocab_size=256, max_model_len=64, num_blocks=100, block_size=4)
+    validate = RequestValidator(
+        vocab_size=256, max_model_len=64, num_blocks=100, block_size=4, max_num_seqs=2
+    )
     validate(_request([1] * 60, max_tokens=4))
 
     with pytest.raises(RequestTooLong, match=r"need 65 positions, but max_model_len is 64"):
@@ -55,7 +59,9 @@ def test_prompt_and_output_longer_than_the_context_are_refused() -> None:
 
 
 def test_a_prompt_that_fills_the_context_leaves_no_room_for_a_token() -> None:
-    validate = RequestValidator(vocab_size=256, max_model_len=64, num_blocks=100, block_size=4)
+    validate = RequestValidator(
+        vocab_size=256, max_model_len=64, num_blocks=100, block_size=4, max_num_seqs=2
+    )
 
     validate(_request([1] * 64, max_tokens=0))
     for max_tokens in (1, None):
@@ -64,7 +70,9 @@ def test_a_prompt_that_fills_the_context_leaves_no_room_for_a_token() -> None:
 
 
 def test_no_max_tokens_means_until_the_nearer_limit() -> None:
-    wide = RequestValidator(vocab_size=256, max_model_len=64, num_blocks=100, block_size=4)
+    wide = RequestValidator(
+        vocab_size=256, max_model_len=64, num_blocks=100, block_size=4, max_num_seqs=2
+    )
 
     assert wide.max_total_tokens(_request([1] * 8, max_tokens=None)) == 64
     assert VALIDATE.max_total_tokens(_request([1] * 8, max_tokens=None)) == 17

@@ -96,6 +96,7 @@ class FakeEngine:
             max_model_len=self.max_model_len,
             num_blocks=self.max_model_len,
             block_size=1,
+            max_num_seqs=0,  # it runs no groups
         )
         self._samples: list[_Sample] = []
         self._ready: list[StepOutput] = []
