@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_generate_shim.batching_options import CONFIG_ARGUMENT, BatchingOptionsReader
+from hf_generate_shim.batching_options import CONFIG_ARGUMENT
 from hf_generate_shim.call import CACHE_NAMES
+from hf_generate_shim.continuous import ContinuousBatching
 from hf_generate_shim.counters import CallCounter
-from hf_generate_shim.live_engine import LiveEngine
+from hf_generate_shim.live_engine import LiveEngine, wait_for_device
 from hf_generate_shim.modes import other_mode
 from hf_generate_shim.outputs import assemble
 from hf_generate_shim.paged import is_paged, plain_arguments
@@ -52,6 +53,13 @@ _OTHER_MODE = Unsupported(
     way_out="Leave out what selects that loop.",
 )
 
+_PAUSED = Unsupported(
+    option="pause",
+    value=True,
+    because="waits until this thread leaves the pause that it holds",
+    way_out="Call generate outside of it.",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -72,7 +80,8 @@ class Handle:
         self._engine = LiveEngine(model, tokenizer=settings.tokenizer, options=settings.options)
         self._policy = UnsupportedPolicy(strict=settings.strict, door="nanoserve")
         self._counter = CallCounter()
-        self._batching_options = BatchingOptionsReader()
+        self.continuous_batching = ContinuousBatching(self)
+        """transformers' entry points for continuous batching, and the pause."""
         self._lock = threading.Lock()
         self._warned_of_outputs = False
 
@@ -90,8 +99,15 @@ class Handle:
         """
         return self._engine.start()
 
+    @property
+    def engine(self) -> LiveEngine:
+        """The model's share in the engine, for the other parts of this package."""
+        return self._engine
+
     def stats(self) -> EngineStats:
         """The engine's counters; all zero before the first fast call, which starts the engine."""
+        if self.continuous_batching.pause.is_own:
+            return self.thread.engine.stats()  # it stands still, and answers nobody
         return self._engine.stats()
 
     def close(self) -> None:
@@ -102,6 +118,7 @@ class Handle:
         model = self._model()
         if model is not None and QWEN3.handle_of(model) is self:
             QWEN3.detach(model)
+        self.continuous_batching.close()
         self._engine.close()
 
     def __enter__(self) -> Handle:
@@ -123,17 +140,17 @@ class Handle:
         """
         scope = _scope(model, arguments)
         if is_paged(arguments):
-            scope.seed = self._batching_options.read(arguments.get(CONFIG_ARGUMENT)).seed
+            scope.seed = self.continuous_batching.options.read(arguments.get(CONFIG_ARGUMENT)).seed
             arguments = plain_arguments(arguments)
             original = functools.partial(QWEN3.original("generate"), model, **arguments)
         try:
             found = other_mode(model, arguments)
             if found is not None:
-                self._fall_back(found)
+                self.fall_back(found)
             with entered(scope):
                 result = original()
             if found is None and not scope.reached_sample:
-                self._fall_back(_OTHER_MODE)
+                self.fall_back(_OTHER_MODE)
         except BaseException:
             streamer = arguments.get("streamer")
             if streamer is not None:
@@ -152,7 +169,7 @@ class Handle:
             raise Prepared(Preparation(route=route, call=call))
         reasons = self._engine.start_reasons(route.task) if route.task else route.reasons
         if route.task is None or reasons:
-            self._fall_back(reasons[0])
+            self.fall_back(reasons[0])
             return original()
         self._counter.add(Path.FAST)
         return self._run(call, route.task)
@@ -184,18 +201,28 @@ class Handle:
 
     def _route(self, call: SampleCall, scope: GenerateScope) -> Route:
         reasons = self._engine.reasons()
+        if self.continuous_batching.pause.is_own:
+            reasons.append(_PAUSED)
         limit = self._engine.max_model_len
         route = decide(call, max_model_len=limit, has_user_cache=scope.has_user_cache)
         return Route.fallback((*reasons, *route.reasons)) if reasons else route
 
-    def _fall_back(self, found: Unsupported) -> None:
+    def count(self, path: Path) -> None:
+        """Count one call."""
+        self._counter.add(path)
+
+    def fall_back(self, found: Unsupported) -> None:
+        """Count a call for transformers' own loop and warn of it, once per reason.
+
+        Raises `UnsupportedOption` when strict.
+        """
         self._counter.add(Path.FALLBACK)
         self._policy.report(found, stacklevel=2 + _num_frames_to_user())
 
     def _run(self, call: SampleCall, task: Task) -> HFObject:
         thread = self.thread
         self._warn_of_outputs(call, task)
-        _wait_for_device(call.model)
+        wait_for_device(call.model)
         group = make_requests(task, seed=None if task.sampling.is_greedy else _draw_seed(call))
         try:
             output = assemble(call, task, _collect(call, task, group, thread))
@@ -247,13 +274,6 @@ def _draw_seed(call: SampleCall) -> int:
     if scope is not None and scope.seed is not None:
         return scope.seed
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
-
-
-def _wait_for_device(model: nn.Module) -> None:
-    """The engine has a stream of its own, and an optimizer step may still run on this one."""
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 def _num_frames_to_user() -> int:

@@ -6,6 +6,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import Qwen3ForCausalLM
 
 from hf_generate_shim.task import longest_request
@@ -18,7 +19,6 @@ from nanoserve_core.models.eligibility import Eligibility
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
     from torch import nn
 
     from hf_generate_shim.call import HFObject
@@ -177,3 +177,12 @@ def _not_plain(model: nn.Module, reason: str) -> Unsupported:
         because=f"serves a plain, whole Qwen3ForCausalLM on one device, and here {reason}",
         way_out="Undo that to use the engine.",
     )
+
+
+def wait_for_device(model: nn.Module) -> None:
+    """Wait for the caller's stream: the engine has one of its own, and an optimizer step may still
+    run on this one.
+    """
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

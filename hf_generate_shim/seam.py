@@ -5,7 +5,8 @@ it can be replaced; which instances are served is kept in a weak table outside o
 pickles and subclasses of a model are therefore untouched, and no attribute of a model changes.
 
 `_sample` is the loop, `generate` what stands around it, and `_get_stopping_criteria` where
-transformers would spend a second on each new stop string.
+transformers would spend a second on each new stop string. The entry points for continuous batching
+stand beside `generate`.
 
 This is the one place of the project that patches somebody else's class. It does so on request, and
 puts back what it found when the last model is uninstalled.
@@ -32,6 +33,15 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hf_generate_shim.handle import Handle
+
+
+BATCH_ENTRY_POINTS = (
+    "init_continuous_batching",
+    "continuous_batching_context_manager",
+    "generate_batch",
+    "destroy_cached_continuous_batching_manager",
+)
+"""transformers' methods for continuous batching, served by functions of the same names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +80,8 @@ class Seam:
                 self._patch("generate", _patched_generate)
                 self._patch("_sample", _patched_sample)
                 self._patch("_get_stopping_criteria", _patched_criteria)
+                for name in BATCH_ENTRY_POINTS:
+                    self._patch(name, functools.partial(_patched_entry_point, name))
             self._served[model] = handle
             weakref.finalize(model, self._restore_if_unused).atexit = False
             return handle
@@ -187,6 +199,19 @@ def _patched_criteria(seam: Seam, original: Callable[..., HFObject]) -> Callable
         return light_criteria(build, generation_config, stopping_criteria, tokenizer)
 
     return _get_stopping_criteria
+
+
+def _patched_entry_point(
+    name: str, seam: Seam, original: Callable[..., HFObject]
+) -> Callable[..., HFObject]:
+    @functools.wraps(original)
+    def entry_point(self: nn.Module, *args: HFObject, **kwargs: HFObject) -> HFObject:
+        handle = seam.handle_of(self)
+        if handle is None:
+            return original(self, *args, **kwargs)
+        return getattr(handle.continuous_batching, name)(self, *args, **kwargs)
+
+    return entry_point
 
 
 QWEN3 = Seam(Qwen3ForCausalLM)

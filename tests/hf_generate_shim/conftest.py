@@ -8,6 +8,7 @@ import pytest
 from transformers import Qwen3ForCausalLM
 
 import hf_generate_shim
+from hf_generate_shim.seam import BATCH_ENTRY_POINTS
 from nanoserve_adapters.testing import leak_check, settle
 from tests.hf_generate_shim.calls import new_model
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from hf_generate_shim import Handle
 
-PATCHED = ("generate", "_sample", "_get_stopping_criteria")
+PATCHED = ("generate", "_sample", "_get_stopping_criteria", *BATCH_ENTRY_POINTS)
 
 
 @pytest.fixture
