@@ -112,6 +112,7 @@ class Engine:
         self._in_flight: deque[LaunchedStep] = deque()
         self._run_ahead = RunAhead(runner.run_ahead, runner.max_run_ahead)
         self._ready: list[StepOutput] = []
+        self._tokens: dict[int, list[int]] = {}  # by sequence: of this visit, not delivered yet
         self._batch_sizes = BatchSizes()
         self._seeds = random.Random(config.seed)
         self._sequence_ids, self._arrivals = count(), count()
@@ -317,6 +318,7 @@ class Engine:
         steps = [self._commit_oldest()]
         while self._in_flight and self._in_flight[0].in_flight.is_done():
             steps.append(self._commit_oldest())
+        self._deliver_tokens()
         if is_full:
             self._run_ahead.note(num_done=len(steps), is_dry=not self._in_flight)
         return steps
@@ -327,12 +329,19 @@ class Engine:
         self._in_flight.popleft()
         self._take_in_prompt_logprobs(launched.plan, result)
         stop_errors: dict[int, BaseException] = {}
+        is_plain = not (result.errors or result.logits or result.scores)
         for done in self._scheduler.commit(
             launched.plan,
             result.token_ids.tolist(),
             should_stop=partial(self._should_stop, stop_errors) if self._num_stop_checks else None,
             failed=result.errors.keys(),
         ):
+            sequence, token_id, row = done
+            if is_plain and sequence.finish_reason is None and result.logprobs[row] is None:
+                # With 256 rows this is most of the cost of a step: no StepOutput yet.
+                if token_id is not None:
+                    self._tokens.setdefault(sequence.sequence_id, []).append(token_id)
+                continue
             error = result.errors.get(done.row) or stop_errors.get(done.sequence.sequence_id)
             self._take_in(result, done, error)
         return launched
@@ -359,10 +368,11 @@ class Engine:
         logprobs = result.logprobs[done.row]
         row_logits, row_scores = result.logits.get(done.row), result.scores.get(done.row)
         has_token = done.token_id is not None
+        earlier = self._tokens.pop(sequence.sequence_id, ())
         self._deliver(
             state,
             sequence.index,
-            token_ids=(done.token_id,) if done.token_id is not None else (),
+            token_ids=(*earlier, done.token_id) if done.token_id is not None else (*earlier,),
             logprobs=(logprobs,) if has_token and logprobs is not None else None,
             prompt_logprobs=state.take_prompt_logprobs() if sequence.index == 0 else None,
             logits=(row_logits,) if has_token and row_logits is not None else (),
@@ -386,6 +396,21 @@ class Engine:
         sampling, token_id = sequence.request.sampling, sequence.token_ids[-1]
         is_eos = token_id in self.eos_token_ids and not sampling.ignore_eos
         return is_eos or token_id in sampling.stop_token_ids
+
+    def _deliver_tokens(self) -> None:
+        """Tokens of samples that go on and want nothing but tokens, all of a visit at once."""
+        for sequence_id, token_ids in self._tokens.items():
+            sequence = self._sequences.get(sequence_id)
+            if sequence is not None:  # None: a sibling that failed has ended the request
+                state = self._requests[sequence.request.request_id]
+                prompt_logprobs = state.take_prompt_logprobs() if sequence.index == 0 else None
+                self._deliver(
+                    state,
+                    sequence.index,
+                    token_ids=tuple(token_ids),
+                    prompt_logprobs=prompt_logprobs,
+                )
+        self._tokens.clear()
 
     def _fail(self, state: RequestState, index: int, error: BaseException) -> None:
         """End a request with reason ``error``: the sample that failed and all that still run."""

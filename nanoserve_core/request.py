@@ -189,7 +189,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """News of one sample from one committed step, or its end. Each sample has exactly one with a
+    """News of one sample from one or several committed steps, or its end. Each has exactly one with a
     ``finish_reason``, each request exactly one with ``request_finished``.
     """
 

@@ -121,7 +121,7 @@ def gemv(
     _check(x, weight, out, norm_weight, silu_mul=silu_mul)
     size, out_size = x.shape[1], out.shape[1]
     low = 1 << (size - 1).bit_length() - 1
-    config = gemv_config(size)
+    config = gemv_config(size, silu_mul=silu_mul)
     rows = rows_per_program or config.rows_per_program
     gemv_kernel[(triton.cdiv(out_size, rows),)](
         x,
@@ -144,8 +144,14 @@ def gemv(
     )
 
 
-def gemv_config(size: int) -> GemvConfig:
-    """For weight rows of ``size`` elements: enough in flight, and many programs."""
+def gemv_config(size: int, *, silu_mul: bool = False) -> GemvConfig:
+    """For weight rows of ``size`` elements: enough in flight, and many programs.
+
+    Chosen within the whole step, where a product that leaves registers free lets the next one's
+    weights come earlier: 0.6B, 691 us a step instead of 775 with the best of each kernel alone.
+    """
+    if size <= 1024:
+        return GemvConfig(rows_per_program=16 if silu_mul else 8, num_warps=8 if silu_mul else 4)
     if size < 4096:
         return GemvConfig(rows_per_program=4 if size <= 2048 else 2, num_warps=4)
     # 8B o: 10.6 us instead of 11.1 with 2 rows and 4 warps, its other products the same.

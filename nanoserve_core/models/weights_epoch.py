@@ -82,6 +82,9 @@ class WeightsEpoch:
             for name, member in owner.items()
         ]
         self._tensors = [each for _, _, each in self._members if isinstance(each, torch.Tensor)]
+        # Whether it is one never changes; asking lets go of the GIL, which beside a busy thread
+        # costs up to 5 ms each time.
+        self._versioned = [each for each in self._tensors if not each.is_inference()]
         self._sample_views = _sample_views(self._tensors)
         self._code = self._read_code()
         self._pointers = self._read_pointers()
@@ -119,7 +122,7 @@ class WeightsEpoch:
         """Optimizer steps, version counters (inference tensors have none), and what gradients there
         are.
         """
-        versions = [each._version for each in self._tensors if not each.is_inference()]  # noqa: SLF001  its only name
+        versions = [each._version for each in self._versioned]  # noqa: SLF001  its only name
         gradients = [
             (id(gradient), gradient._version)  # noqa: SLF001  as above
             for tensor in self._tensors
