@@ -143,7 +143,7 @@ class Planner:
         has_own = any(self._arguments.get(name) is not None for name in _OWN_OBJECTS)
         return Plan(
             route=route,
-            takes_turns=has_own or route.task is None,
+            takes_turns=has_own or route.path is not Path.FAST,
             can_stream=preparation.call is not None,
         )
 
