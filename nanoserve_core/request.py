@@ -189,8 +189,8 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """News of one sample from one or several committed steps, or its end. Each has exactly one with a
-    ``finish_reason``, each request exactly one with ``request_finished``.
+    """News of one sample from one or several committed steps, or its end. Each sample has exactly
+    one with a ``finish_reason``, each request exactly one with ``request_finished``.
     """
 
     request_id: str
