@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from langchain_llm.engine_reference import EngineReference
     from langchain_llm.options import CallOptions
+    from nanoserve_core.grammar import Grammar
     from nanoserve_core.text import Tokenizer
 
 
@@ -31,6 +32,7 @@ def make_request(
     prompt_token_ids: Sequence[int],
     options: CallOptions,
     metadata: Mapping[str, Any],  # Any: whatever plugins may want to know of the run
+    grammar: Grammar | None = None,
 ) -> Request:
     """The engine's form of one prompt with its options."""
     sampling = options.sampling
@@ -44,6 +46,7 @@ def make_request(
         priority=options.priority,
         cache_salt=options.cache_salt,
         should_stop=TextStop(tokenizer, sampling) if sampling.stop else None,
+        grammar=grammar,
         metadata=metadata,
     )
 

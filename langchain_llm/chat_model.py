@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import aclosing, closing
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from langchain_core.globals import get_llm_cache
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
@@ -15,17 +15,18 @@ from pydantic import Field
 from typing_extensions import override
 
 from langchain_llm import calls
+from langchain_llm.answer_grammar import answer_grammar, check_schemas
 from langchain_llm.answer_start import answer_start
 from langchain_llm.chat_call import ChatCall
 from langchain_llm.messages import to_template_messages
 from langchain_llm.options import TOOL_OPTIONS
 from langchain_llm.presubmission import Presubmission, Submitted, presubmitted, take_submitted
 from langchain_llm.prompt import encode_chat, encode_text, render_chat
-from langchain_llm.response_schema import response_schema
 from langchain_llm.run_metadata import run_metadata
 from langchain_llm.served_model import ServedModel
+from langchain_llm.structured_output import structured_output
 from langchain_llm.tool_options import tool_options
-from nanoserve_core.errors import NanoserveError, UnsupportedOption
+from nanoserve_core.errors import NanoserveError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -217,11 +218,19 @@ class ChatNanoserve(ServedModel, BaseChatModel):
         prompt = render_chat(
             tokenizer, to_template_messages(messages), options.template, options.tools.shown
         )
-        token_ids = encode_text(tokenizer, prompt, special=False)
+        start = answer_start(prompt)
+        end_ids = frozenset(self.engine.thread.engine.eos_token_ids)
+        request = calls.make_request(
+            tokenizer,
+            encode_text(tokenizer, prompt, special=False),
+            options,
+            run_metadata(run_manager),
+            answer_grammar(tokenizer, options, start, end_ids),
+        )
         return ChatCall(
-            request=calls.make_request(tokenizer, token_ids, options, run_metadata(run_manager)),
+            request=request,
             options=options,
-            start=answer_start(prompt),
+            start=start,
             tokenizer=tokenizer,
             first_call_index=_V1_CALL_INDEX if self.output_version == "v1" else 0,
         )
@@ -237,30 +246,46 @@ class ChatNanoserve(ServedModel, BaseChatModel):
         response_format: dict[str, Any] | type | None = None,  # Any: OpenAI's dict
         **kwargs: Any,  # Any: further options of the calls
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """This model with `tools` to call. See `tool_options` for ``tool_choice``."""
+        """This model with `tools` to call; `tool_options` says what ``tool_choice`` may be.
+
+        Calls that must be made (``any``, a name) follow their tool's schema by a grammar, which the
+        extra ``structured`` brings; with it those that the model makes of itself do too. ``strict``
+        False leaves arguments free: any JSON object. ``response_format`` with tools: the answer is
+        calls, or the document. Raises `UnsupportedSchema` for a schema that cannot be honoured.
+        """
         found = tool_options(tools, tool_choice, is_parallel=parallel_tool_calls, strict=strict)
-        response_schema(response_format)
         bound: dict[str, Any] = {
             "tools": list(found.schemas) or None,
             "tool_choice": found.named or (tool_choice if tools else None),
             "parallel_tool_calls": parallel_tool_calls,
             "response_format": response_format,
+            **kwargs,
         }
         given = {name: value for name, value in bound.items() if value is not None}
-        return self.bind(**given, **kwargs)
+        options = {name: value for name, value in given.items() if name not in _NOT_OPTIONS}
+        check_schemas(self.call_options(**options))
+        return self.bind(**given)
 
     @override
     def with_structured_output(
         self,
         schema: dict[str, Any] | type,
         *,
+        method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
         include_raw: bool = False,
-        **kwargs: Any,
+        strict: bool | None = None,
+        **kwargs: Any,  # Any: ``tools`` that may be called as well, and options of the calls
     ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
-        """Not served yet: raises `UnsupportedOption`."""
-        raise UnsupportedOption(
-            f"with_structured_output({schema!r}) is not served by nanoserve yet: answers are text. "
-            "Ask for the format in the prompt and add an output parser behind the model."
+        """This model with answers that are documents of `schema`: instances of a pydantic class (of
+        either version), dicts for anything else.
+
+        Needs the extra ``structured``. Every method follows the schema by a grammar, ``json_mode``
+        too; ``strict`` False follows JSON only and leaves the schema to the parser. An answer that
+        its limit has cut raises `OutputParserException`, or is the ``parsing_error`` of
+        ``include_raw``. Raises `UnsupportedSchema` for a schema that cannot be honoured.
+        """
+        return structured_output(
+            self, schema, method=method, include_raw=include_raw, strict=strict, **kwargs
         )
 
     @override

@@ -71,6 +71,7 @@ def is_foreign(thread: threading.Thread) -> bool:
     """Whether `thread` is a library's helper that lives as long as the process or its loop."""
     return (
         thread.name.startswith("asyncio_")  # the loop's default executor: ended with the loop
+        or thread.name.startswith("nanoserve-grammar")  # as old as the first grammar of an engine
         or type(thread).__name__
         == "TMonitor"  # tqdm's monitor: one daemon per process, never ended
         or type(thread).__name__

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
 
+from langchain_llm import answer_grammar
 from nanoserve_core import ConfigError
 from tests.langchain_llm.doors import RealDoor, summed
 
@@ -139,7 +140,7 @@ NUM_TOKENS = len(f"Sure. {CALL}".encode()) - len("<tool_call>") - len("</tool_ca
 def test_call_cut_by_the_limit_is_never_a_call(real: RealDoor, max_tokens: int) -> None:
     real.script.texts = f"Sure. {CALL}"
 
-    for answer in by_every_route(with_tools(real, max_tokens=max_tokens)):
+    for answer in by_every_route(with_tools(real, max_tokens=max_tokens, close_json=False)):
         assert answer.tool_calls == []
         assert len(answer.invalid_tool_calls) == 1
         assert str(answer.invalid_tool_calls[0]["args"]).startswith("<tool_call>")
@@ -158,13 +159,16 @@ def test_call_that_ends_with_the_limit_is_a_call(real: RealDoor) -> None:
 def test_whole_call_before_a_cut_one_stays_a_call(real: RealDoor) -> None:
     real.script.texts = f"{NO_ARGUMENTS}\n{CALL}"
 
-    for answer in by_every_route(with_tools(real, max_tokens=70)):
+    for answer in by_every_route(with_tools(real, max_tokens=70, close_json=False)):
         assert calls_of(answer) == [("now", {})]
         assert len(answer.invalid_tool_calls) == 1
 
 
 @pytest.mark.parametrize("block", ['{"name": "now", "arguments": {"a": tru}}', '{"name": "now"'])
-def test_invalid_json_is_an_invalid_call(real: RealDoor, block: str) -> None:
+def test_invalid_json_is_an_invalid_call_where_no_grammar_prevents_it(
+    real: RealDoor, block: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer_grammar, "has_grammar_backend", lambda: False)
     real.script.texts = f"<tool_call>{block}</tool_call>"
 
     for answer in by_every_route(with_tools(real)):
