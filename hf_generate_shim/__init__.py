@@ -5,6 +5,9 @@
     handle.counters, handle.stats()
     hf_generate_shim.uninstall(model)  # or: with hf_generate_shim.installed(model): ...
 
+Seeds and limits per row, priorities and log-probabilities are asked for by attributes of a
+`GenerationConfig` (see `hf_generate_shim.call_options`).
+
 A call that asks for what the engine does not do is served by transformers' own loop, with one
 warning that names the option; `explain` says beforehand which way a call goes. Calls of several
 threads join one running batch.

@@ -8,12 +8,14 @@ import threading
 import warnings
 import weakref
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_generate_shim.batching_options import CONFIG_ARGUMENT
 from hf_generate_shim.call import CACHE_NAMES
+from hf_generate_shim.call_options import given_options
 from hf_generate_shim.continuous import ContinuousBatching
 from hf_generate_shim.counters import CallCounter
 from hf_generate_shim.live_engine import LiveEngine, wait_for_device
@@ -28,6 +30,7 @@ from hf_generate_shim.seam import QWEN3
 from hf_generate_shim.stream import LockstepFeed
 from hf_generate_shim.task import make_requests
 from nanoserve_adapters.unsupported import Unsupported, UnsupportedPolicy
+from nanoserve_core.errors import UnsupportedOption
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -45,6 +48,8 @@ OUTPUT_BUDGET_NBYTES = 2 * 2**30
 """Scores and logits of one call beyond which a warning says how much they will take."""
 
 _FLOAT32_NBYTES = 4
+
+_NONE: Mapping[str, object] = MappingProxyType({})
 
 _OTHER_MODE = Unsupported(
     option="generate",
@@ -146,11 +151,11 @@ class Handle:
         try:
             found = other_mode(model, arguments)
             if found is not None:
-                self.fall_back(found)
+                self.fall_back(found, _own_options(model, arguments))
             with entered(scope):
                 result = original()
             if found is None and not scope.reached_sample:
-                self.fall_back(_OTHER_MODE)
+                self.fall_back(_OTHER_MODE, _own_options(model, arguments))
         except BaseException:
             streamer = arguments.get("streamer")
             if streamer is not None:
@@ -169,7 +174,7 @@ class Handle:
             raise Prepared(Preparation(route=route, call=call))
         reasons = self._engine.start_reasons(route.task) if route.task else route.reasons
         if route.task is None or reasons:
-            self.fall_back(reasons[0])
+            self.fall_back(reasons[0], given_options(call.generation_config))
             return original()
         self._counter.add(Path.FAST)
         return self._run(call, route.task)
@@ -211,19 +216,24 @@ class Handle:
         """Count one call."""
         self._counter.add(path)
 
-    def fall_back(self, found: Unsupported) -> None:
+    def fall_back(self, found: Unsupported, own_options: Mapping[str, object] = _NONE) -> None:
         """Count a call for transformers' own loop and warn of it, once per reason.
 
-        Raises `UnsupportedOption` when strict.
+        Raises `UnsupportedOption` when strict, or when the call has ``own_options`` of nanoserve.
         """
         self._counter.add(Path.FALLBACK)
+        for name, value in own_options.items():
+            raise UnsupportedOption(
+                f"{name}={value!r} is served by the engine only, and transformers' own loop has to "
+                f"run this call: {found.reason}. {found.way_out} Or leave {name} out."
+            )
         self._policy.report(found, stacklevel=2 + _num_frames_to_user())
 
     def _run(self, call: SampleCall, task: Task) -> HFObject:
         thread = self.thread
         self._warn_of_outputs(call, task)
         wait_for_device(call.model)
-        group = make_requests(task, seed=None if task.sampling.is_greedy else _draw_seed(call))
+        group = make_requests(task, seed=_seed(call, task))
         try:
             output = assemble(call, task, _collect(call, task, group, thread))
         except BaseException:  # also a streamer that raises, and Ctrl-C
@@ -268,8 +278,20 @@ def _scope(model: nn.Module, arguments: Mapping[str, HFObject]) -> GenerateScope
     return GenerateScope(model=model, has_user_cache=has_user_cache)
 
 
-def _draw_seed(call: SampleCall) -> int:
-    """One number from torch's default generator: `torch.manual_seed` reproduces a call."""
+def _own_options(model: nn.Module, arguments: Mapping[str, HFObject]) -> dict[str, object]:
+    """nanoserve's own options of a call that transformers has not prepared."""
+    configs = (getattr(model, "generation_config", None), arguments.get("generation_config"))
+    return {name: value for each in configs for name, value in given_options(each).items()}
+
+
+def _seed(call: SampleCall, task: Task) -> int | None:
+    """The call's seed: None when nothing depends on it, else as given, or one number from torch's
+    default generator, so that `torch.manual_seed` reproduces the call.
+    """
+    if task.sampling.is_greedy or task.options.row_seeds is not None:
+        return None
+    if task.options.seed is not None:
+        return task.options.seed
     scope = current_scope(call.model)
     if scope is not None and scope.seed is not None:
         return scope.seed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from hf_generate_shim.call import HFObject, SampleCall
     from hf_generate_shim.results import Results, Sample
     from hf_generate_shim.task import Task
+
+
+@dataclass
+class GenerateOutputWithLogprobs(GenerateDecoderOnlyOutput):  # type: ignore[misc]  # has no types
+    """transformers' output of `generate`, with what ``nanoserve_logprobs`` asks for."""
+
+    logprobs: torch.Tensor | None = None
+    """[num_rows, num_steps] float32: of the chosen tokens; 0 where a row has ended."""
 
 
 def assemble(call: SampleCall, task: Task, results: Results) -> HFObject:
@@ -38,7 +46,10 @@ def assemble(call: SampleCall, task: Task, results: Results) -> HFObject:
     scores = _per_step(call, [_scores(row, task) for row in results.rows], num_steps)
     if not call.logits_processor:  # then transformers' two tuples hold the same tensors
         scores = logits
-    return GenerateDecoderOnlyOutput(
+    logprobs = {"logprobs": _logprobs(call, results, num_steps)} if task.options.logprobs else {}
+    output_class = GenerateOutputWithLogprobs if logprobs else GenerateDecoderOnlyOutput
+    return output_class(
+        **logprobs,
         sequences=sequences,
         scores=scores if call.wants_scores else None,
         logits=logits if call.wants_logits else None,
@@ -62,6 +73,12 @@ def _new_tokens(call: SampleCall, task: Task, results: Results, num_steps: int) 
     rows = [row.token_ids[:num_steps] for row in results.rows]
     filled = [row + [pad] * (num_steps - len(row)) for row in rows]
     return torch.tensor(filled, dtype=torch.long, device=call.input_ids.device)
+
+
+def _logprobs(call: SampleCall, results: Results, num_steps: int) -> torch.Tensor:
+    rows = [row.logprobs[:num_steps] for row in results.rows]
+    filled = [row + [0.0] * (num_steps - len(row)) for row in rows]
+    return torch.tensor(filled, dtype=torch.float32, device=call.input_ids.device)
 
 
 def _per_step(

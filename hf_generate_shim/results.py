@@ -68,6 +68,8 @@ class Sample:
     """Per token, float32 [vocab_size]."""
     scores: list[torch.Tensor] = field(default_factory=list)
     """As ``logits``."""
+    logprobs: list[float] = field(default_factory=list)
+    """Of each token, when asked for."""
     is_finished: bool = False
 
 
@@ -96,6 +98,9 @@ class Results:
             sample.token_ids += output.token_ids
             sample.logits += output.logits
             sample.scores += output.scores
+            if output.logprobs is not None:
+                pairs = zip(output.logprobs, output.token_ids, strict=True)
+                sample.logprobs += [position[token].logprob for position, token in pairs]
             sample.is_finished |= output.finish_reason is not None
             if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 raise _failure(output) from output.error

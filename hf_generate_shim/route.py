@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from hf_generate_shim.call_options import CallOptions
 from hf_generate_shim.conditions import (
     call_reasons,
     is_readable,
@@ -64,7 +65,8 @@ class Route:
 def decide(call: SampleCall, *, max_model_len: int, has_user_cache: bool) -> Route:
     """The route of ``call``. Waits for the device, since it reads the ids and the mask.
 
-    Raises `InvalidRequest` for an empty batch or prompt, and `TokenIdOutOfRange`.
+    Raises `InvalidRequest` for an empty batch or prompt, `TokenIdOutOfRange`, and `ConfigError` for
+    wrong options of nanoserve's own.
     """
     reasons = call_reasons(call, has_user_cache=has_user_cache)
     if not is_readable(call):
@@ -88,6 +90,11 @@ def decide(call: SampleCall, *, max_model_len: int, has_user_cache: bool) -> Rou
 
 
 def _fast(call: SampleCall, draft: SamplingDraft, rules: StopRules) -> Route:
+    options = CallOptions.read(
+        call.generation_config, num_rows=call.num_rows, pad_token_id=call.pad_token_id
+    )
+    if options.logprobs is not None:
+        draft.options |= {"logprobs": 0, "logprobs_mode": options.logprobs}
     try:
         sampling = _sampling(call, draft, rules)
     except ConfigError as error:  # a value that transformers lets pass
@@ -107,6 +114,7 @@ def _fast(call: SampleCall, draft: SamplingDraft, rules: StopRules) -> Route:
         pad_token_id=pad,
         time_limit=rules.time_limit,
         stop_strings=rules.stop_strings,
+        options=options,
         step_rules=tuple(draft.step_rules),
         renormalizes_scores=draft.renormalizes,
         output_logits=call.wants_logits or (call.wants_scores and scores_are_logits),

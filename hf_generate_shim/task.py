@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 from uuid import uuid4
 
+from hf_generate_shim.call_options import CallOptions
 from hf_generate_shim.step_rules import StepRules
 from nanoserve_core.philox import derive_seed
 from nanoserve_core.request import Request
@@ -33,6 +34,7 @@ class Task:
     """What fills a row after its end."""
     time_limit: TimeLimit | None = None
     stop_strings: StopStrings | None = None
+    options: CallOptions = field(default_factory=CallOptions)
     step_rules: tuple[StepRule, ...] = ()
     renormalizes_scores: bool = False
     output_logits: bool = False
@@ -61,34 +63,54 @@ def make_requests(task: Task, *, seed: int | None) -> CallRequests:
     the row's place in the call, never from other rows.
     """
     call_id = uuid4().hex
-    places: dict[tuple[int, ...], list[int]] = {}
-    for place, row in enumerate(task.rows):
-        places.setdefault(row, []).append(place)
+    places: dict[_Row, list[int]] = {}
+    for place in range(len(task.rows)):
+        places.setdefault(_Row.of(task, place), []).append(place)
     requests = []
     sources: dict[int, tuple[str, int]] = {}
-    for prompt, rows in places.items():
+    for row, rows in places.items():
         request_id = f"generate-{call_id}-{rows[0]}"
-        n = 1 if task.sampling.is_greedy else len(rows)
-        requests.append(_request(task, request_id, prompt, n=n, seed=_derive(seed, rows[0])))
-        sources.update({row: (request_id, i if n > 1 else 0) for i, row in enumerate(rows)})
+        n = 1 if task.sampling.is_greedy or row.seed is not None else len(rows)
+        own_seed = row.seed if row.seed is not None else _derive(seed, rows[0])
+        requests.append(_request(task, request_id, row, n=n, seed=own_seed))
+        sources.update({place: (request_id, i if n > 1 else 0) for i, place in enumerate(rows)})
     ordered = tuple(sources[place] for place in range(len(task.rows)))
     return CallRequests(requests=tuple(requests), sources=ordered)
 
 
+class _Row(NamedTuple):
+    """What tells a row from others of its call; equal greedy rows have equal tokens."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int | None
+    seed: int | None = None
+    """Its own, if the caller gave one: then equal rows have equal tokens too."""
+
+    @classmethod
+    def of(cls, task: Task, place: int) -> _Row:
+        max_tokens, limits = task.sampling.max_tokens, task.options.row_max_tokens
+        if limits is not None and max_tokens is not None:
+            max_tokens = min(max_tokens, limits[place])
+        seeds = None if task.sampling.is_greedy else task.options.row_seeds
+        return cls(task.rows[place], max_tokens, seeds[place] if seeds is not None else None)
+
+
 def longest_request(task: Task) -> Request:
     """A request like the longest one of the call, to ask an engine whether it fits."""
-    return _request(task, "generate-longest", max(task.rows, key=len), n=1, seed=None)
+    row = _Row(max(task.rows, key=len), task.sampling.max_tokens)
+    return _request(task, "generate-longest", row, n=1, seed=None)
 
 
-def _request(
-    task: Task, request_id: str, prompt: tuple[int, ...], *, n: int, seed: int | None
-) -> Request:
+def _request(task: Task, request_id: str, row: _Row, *, n: int, seed: int | None) -> Request:
+    sampling = task.sampling
+    min_tokens = min(sampling.min_tokens, row.max_tokens or 0)
     return Request(
         request_id=request_id,
-        prompt_token_ids=prompt,
-        sampling=task.sampling.replace(n=n, seed=seed),
-        should_stop=_stop_check(task, prompt),
-        logits_processors=_processors(task, prompt),
+        prompt_token_ids=row.prompt,
+        sampling=sampling.replace(n=n, seed=seed, max_tokens=row.max_tokens, min_tokens=min_tokens),
+        priority=task.options.priority,
+        should_stop=_stop_check(task, row.prompt),
+        logits_processors=_processors(task, row.prompt),
         output_logits=task.output_logits,
         output_scores=task.output_scores,
         metadata={"source": "hf_generate_shim"},
