@@ -16,19 +16,22 @@ threads join one running batch.
 from __future__ import annotations
 
 from hf_generate_shim.counters import Counters
-from hf_generate_shim.errors import TokenIdOutOfRange
+from hf_generate_shim.errors import GenerationCancelled, TokenIdOutOfRange
 from hf_generate_shim.explanation import Explanation
 from hf_generate_shim.handle import Handle
 from hf_generate_shim.install import explain, install, installed, uninstall
 from hf_generate_shim.route import Path
+from hf_generate_shim.row_streamer import RowStreamer
 from nanoserve_adapters.unsupported import NanoserveFallbackWarning
 
 __all__ = [
     "Counters",
     "Explanation",
+    "GenerationCancelled",
     "Handle",
     "NanoserveFallbackWarning",
     "Path",
+    "RowStreamer",
     "TokenIdOutOfRange",
     "explain",
     "install",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanoserve_core.errors import InvalidRequest
+from nanoserve_core.errors import InvalidRequest, NanoserveError
 
 
 class TokenIdOutOfRange(InvalidRequest, IndexError):
@@ -11,3 +11,7 @@ class TokenIdOutOfRange(InvalidRequest, IndexError):
     An `IndexError`, as in transformers on a CPU, and a `ValueError`. On a GPU transformers' own
     lookup would end in a device-side assertion, after which the process is lost.
     """
+
+
+class GenerationCancelled(NanoserveError):
+    """Raised in a running `generate` whose `RowStreamer` was cancelled by its reader."""

@@ -25,21 +25,23 @@ from hf_generate_shim.paged import is_paged, plain_arguments
 from hf_generate_shim.preparation import Preparation, Prepared, SilentStreamer
 from hf_generate_shim.results import CallSink, Results
 from hf_generate_shim.route import Path, Route, decide
+from hf_generate_shim.row_streamer import RowStreamer, stream_rows
 from hf_generate_shim.scope import GenerateScope, current_scope, entered
 from hf_generate_shim.seam import QWEN3
-from hf_generate_shim.stream import LockstepFeed
+from hf_generate_shim.stream import feed_of
 from hf_generate_shim.task import make_requests
 from nanoserve_adapters.unsupported import Unsupported, UnsupportedPolicy
 from nanoserve_core.errors import UnsupportedOption
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import nn
 
     from hf_generate_shim.call import HFObject, SampleCall
     from hf_generate_shim.counters import Counters
     from hf_generate_shim.explanation import Explanation
+    from hf_generate_shim.row_streamer import RowEvent
     from hf_generate_shim.task import CallRequests, Task
     from nanoserve_adapters.engine_thread import EngineThread
     from nanoserve_core.engine_stats import EngineStats
@@ -88,6 +90,7 @@ class Handle:
         self.continuous_batching = ContinuousBatching(self)
         """transformers' entry points for continuous batching, and the pause."""
         self._lock = threading.Lock()
+        self._running: set[str] = set()
         self._warned_of_outputs = False
 
     @property
@@ -114,6 +117,28 @@ class Handle:
         if self.continuous_batching.pause.is_own:
             return self.thread.engine.stats()  # it stands still, and answers nobody
         return self._engine.stats()
+
+    def stream(self, **arguments: HFObject) -> Iterator[RowEvent]:
+        """``model.generate(**arguments)`` as (row, new text) of all rows, as they come; text needs
+        the tokenizer of `install`, without one the events hold token ids.
+
+        The call runs in a thread of its own from the first ``next`` on. Its error is raised here;
+        closing the iterator cancels it.
+        """
+        model: HFObject = self._model()
+        assert model is not None, "whoever generates holds the model"
+        eos_token_id = arguments.get("eos_token_id", model.generation_config.eos_token_id)
+        streamer = RowStreamer(self.settings.tokenizer, eos_token_id=eos_token_id)
+        return stream_rows(model.generate, streamer, arguments)
+
+    def cancel(self) -> None:
+        """Cancel all calls that the engine runs for this model now: their callers get
+        `RequestFailed`.
+        """
+        with self._lock:
+            running = list(self._running)
+        for request_id in running:
+            self._engine.start().cancel(request_id)
 
     def close(self) -> None:
         """Uninstall the model and give the engine back. Idempotent.
@@ -234,12 +259,18 @@ class Handle:
         self._warn_of_outputs(call, task)
         wait_for_device(call.model)
         group = make_requests(task, seed=_seed(call, task))
+        request_ids = {request.request_id for request in group.requests}
+        with self._lock:
+            self._running |= request_ids
         try:
             output = assemble(call, task, _collect(call, task, group, thread))
         except BaseException:  # also a streamer that raises, and Ctrl-C
-            for request in group.requests:
-                thread.cancel(request.request_id)
+            for request_id in request_ids:
+                thread.cancel(request_id)
             raise
+        finally:
+            with self._lock:
+                self._running -= request_ids
         if call.streamer is not None:
             call.streamer.end()
         return output
@@ -262,9 +293,8 @@ class Handle:
 def _collect(call: SampleCall, task: Task, group: CallRequests, thread: EngineThread) -> Results:
     """Submit all requests of the call and wait for the last token, feeding the streamer."""
     results = Results(group)
-    has_streamer = call.streamer is not None
-    feed = LockstepFeed(call.streamer, results, task) if has_streamer else None
-    sink = CallSink(len(group.requests), every_step=has_streamer)
+    feed = feed_of(call.streamer, results, task)
+    sink = CallSink(len(group.requests), every_step=feed is not None)
     thread.submit_many(group.requests, [sink] * len(group.requests))
     for outputs in sink.read():
         results.add(outputs)

@@ -1,4 +1,8 @@
-"""`LockstepFeed`: gives a streamer what transformers' loop would have given it, step by step."""
+"""Feeds, which give a streamer what a call's rows have become, on the caller's thread.
+
+`LockstepFeed` gives what transformers' loop would have given, step by step; `RowFeed` gives a
+`RowStreamer` each row's tokens at once.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+
+from hf_generate_shim.row_streamer import RowStreamer
 
 if TYPE_CHECKING:
     from hf_generate_shim.call import HFObject
@@ -36,3 +42,33 @@ class LockstepFeed:
             step = [row[self._num_steps] if self._num_steps < len(row) else pad for row in rows]
             self._num_steps += 1
             self._streamer.put(torch.tensor(step, dtype=torch.long, device="cpu"))
+
+
+class RowFeed:
+    """Feeds a `RowStreamer`: rows need not wait for each other."""
+
+    def __init__(self, streamer: RowStreamer, results: Results) -> None:
+        self._streamer = streamer
+        self._results = results
+        self._num_put = [0] * len(results.rows)
+
+    def push(self) -> None:
+        """Put out all that is new; what ``put_rows`` raises passes through."""
+        news = []
+        for row, sample in enumerate(self._results.rows):
+            start = self._num_put[row]
+            if start < len(sample.token_ids) or sample.is_finished:
+                news.append((row, sample.token_ids[start:], sample.is_finished))
+            self._num_put[row] = len(sample.token_ids)
+        self._streamer.put_rows(news)
+
+
+def feed_of(streamer: HFObject, results: Results, task: Task) -> LockstepFeed | RowFeed | None:
+    """The feed of a call's streamer, if it has one. With a time limit all rows are cut at the same
+    step, which is only known afterwards: they go in step.
+    """
+    if streamer is None:
+        return None
+    if isinstance(streamer, RowStreamer) and task.time_limit is None:
+        return RowFeed(streamer, results)
+    return LockstepFeed(streamer, results, task)
