@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hf_generate_shim.criteria import TimeLimit
-    from hf_generate_shim.task import RequestGroup
+    from hf_generate_shim.task import CallRequests
     from nanoserve_core.request import RequestMetrics, StepOutput
 
 CANCELLED = "the request was cancelled before it had all its tokens"
@@ -78,7 +78,7 @@ class OpenRequest:
         """Whether every row has its last token, or an error."""
         return all(row.is_over for row in self._rows)
 
-    def expect(self, group: RequestGroup, time_limit: TimeLimit | None) -> None:
+    def expect(self, group: CallRequests, time_limit: TimeLimit | None) -> None:
         """The engine's requests that fill the rows, in the order of the rows."""
         self._time_limit = time_limit
         for row, source in zip(self._rows, group.sources, strict=True):

@@ -9,7 +9,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from hf_generate_shim.criteria import TimeLimit
 from hf_generate_shim.open_request import CANCELLED, OpenRequest, RequestForm
-from hf_generate_shim.task import RequestGroup
+from hf_generate_shim.task import CallRequests
 from nanoserve_core.request import FinishReason, Logprob, StepOutput
 
 
@@ -20,7 +20,7 @@ def opened(
     form = RequestForm(request_id="r", prompt_ids=[1, 2], num_rows=num_rows, **options)
     request = OpenRequest(form)
     sources = tuple(("engine", index) for index in range(num_rows))
-    request.expect(RequestGroup(requests=(), sources=sources), time_limit)
+    request.expect(CallRequests(requests=(), sources=sources), time_limit)
     return request
 
 
