@@ -77,7 +77,7 @@ async def arun(
     stream = AsyncRequestStream(thread, [r.request_id for r in requests], timeout, engine.mailbox())
     try:
         inbox = WholeInbox(stream.inbox, len(requests))
-        thread.submit_many(requests, [inbox] * len(requests))
+        thread.submit_soon(requests, [inbox] * len(requests), stream.is_open)
     except BaseException:
         stream.discard()
         raise

@@ -17,9 +17,10 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from nanoserve_adapters.engine_worker import EngineWorker, serve
+from nanoserve_adapters.loop_outbox import LoopOutbox, Outgoing
 from nanoserve_adapters.streams import AsyncRequestStream, LoopMailbox, RequestStream
 from nanoserve_adapters.switch_interval import PROCESS_SWITCH_INTERVAL
-from nanoserve_core.errors import EngineClosed
+from nanoserve_core.errors import EngineClosed, EngineDead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -52,6 +53,9 @@ class EngineThread:
         self._mailboxes: weakref.WeakValueDictionary[int, LoopMailbox] = (
             weakref.WeakValueDictionary()
         )
+        self._outboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopOutbox] = (
+            weakref.WeakKeyDictionary()
+        )
         self._worker = worker = EngineWorker(engine, switch_interval)
         self._thread = threading.Thread(
             target=serve, args=(worker.commands,), name="nanoserve-engine", daemon=True
@@ -83,11 +87,32 @@ class EngineThread:
 
         One sink may appear several times: it gets one delivery per step for all its requests.
         """
-        self.require_own_process()
-        for request in requests:
-            self._engine.validate(request)
+        self._validate(requests)
+        self.enqueue(requests, sinks)
+
+    def submit_soon(
+        self, requests: Sequence[Request], sinks: Sequence[Sink], is_wanted: Callable[[], bool]
+    ) -> None:
+        """`submit_many` for coroutines: validated now, queued at the end of the event loop's
+        current pass, in one go with what its other tasks submit in it.
+
+        ``is_wanted`` is asked then: False leaves them out, for their reader has gone. An engine
+        that has ended by then is told to the sinks.
+        """
+        self._validate(requests)
+        self._outbox().add(self, Outgoing(requests, sinks, is_wanted))
+
+    def enqueue(self, requests: Sequence[Request], sinks: Sequence[Sink]) -> None:
+        """Where all ways in end: queue valid requests as one action of the engine thread."""
         pairs = list(zip(requests, sinks, strict=True))
         self._worker.submit(functools.partial(self._worker.add, pairs))
+
+    def enqueue_late(self, requests: Sequence[Request], sinks: Sequence[Sink]) -> None:
+        """`enqueue` when nobody is there to raise to: an engine that has ended tells the sinks."""
+        try:
+            self.enqueue(requests, sinks)
+        except (EngineClosed, EngineDead):
+            self._worker.add(zip(requests, sinks, strict=True))
 
     def stream(self, *requests: Request, timeout_seconds: float | None = None) -> RequestStream:
         """Submit and read: an iterator of ``list[StepOutput]``, everything that waited since the
@@ -119,18 +144,14 @@ class EngineThread:
         ``aclose()``, garbage collection and a closed loop cancel what is unfinished. Raises
         ``RuntimeError`` when no event loop runs in the calling thread.
         """
-        stream = self._async_stream(requests, timeout_seconds)
-        self._start([stream], [requests])
+        (stream,) = self._start_async([requests], timeout_seconds)
         return stream
 
     def astream_many(
         self, requests: Iterable[Request], *, timeout_seconds: float | None = None
     ) -> list[AsyncRequestStream]:
         """One async stream for each request; all are admitted before the next step."""
-        groups = [(request,) for request in requests]
-        streams = [self._async_stream(group, timeout_seconds) for group in groups]
-        self._start(streams, groups)
-        return streams
+        return self._start_async([(request,) for request in requests], timeout_seconds)
 
     def mailbox(self) -> LoopMailbox:
         """The running event loop's mailbox, for sinks whose readers live there: it is a `Waker`
@@ -201,11 +222,7 @@ class EngineThread:
             atexit.unregister(self._exit_hook)
             self._worker.post(self._worker.stop)
 
-    def _start(
-        self,
-        streams: Sequence[RequestStream | AsyncRequestStream],
-        groups: Sequence[Sequence[Request]],
-    ) -> None:
+    def _start(self, streams: Sequence[RequestStream], groups: Sequence[Sequence[Request]]) -> None:
         requests = [request for group in groups for request in group]
         sinks = [stream.inbox for stream, group in zip(streams, groups, strict=True) for _ in group]
         try:
@@ -215,12 +232,32 @@ class EngineThread:
                 stream.discard()
             raise
 
-    def _async_stream(
-        self, requests: Sequence[Request], timeout_seconds: float | None
-    ) -> AsyncRequestStream:
-        return AsyncRequestStream(
-            self, [r.request_id for r in requests], timeout_seconds, self.mailbox()
-        )
+    def _start_async(
+        self, groups: Sequence[Sequence[Request]], timeout_seconds: float | None
+    ) -> list[AsyncRequestStream]:
+        self._validate([request for group in groups for request in group])
+        mailbox, outbox = self.mailbox(), self._outbox()
+        streams = []
+        for group in groups:
+            ids = [request.request_id for request in group]
+            streams.append(AsyncRequestStream(self, ids, timeout_seconds, mailbox))
+            sinks = [streams[-1].inbox] * len(group)
+            outbox.add(self, Outgoing(group, sinks, streams[-1].is_open))
+        return streams
+
+    def _validate(self, requests: Iterable[Request]) -> None:
+        self.require_own_process()
+        if self._worker.end is not None:
+            raise self._worker.end.error()
+        for request in requests:
+            self._engine.validate(request)
+
+    def _outbox(self) -> LoopOutbox:
+        loop = asyncio.get_running_loop()
+        outbox = self._outboxes.get(loop)
+        if outbox is None:
+            outbox = self._outboxes[loop] = LoopOutbox()
+        return outbox
 
     def require_own_process(self) -> None:
         """Raise `EngineClosed` in a forked child: the engine's thread did not come along."""

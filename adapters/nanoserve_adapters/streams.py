@@ -128,6 +128,10 @@ class AsyncRequestStream:
             self._progress.raise_error()
         raise StopAsyncIteration
 
+    def is_open(self) -> bool:
+        """False once nothing of it is unfinished: it was read to its end, closed or cancelled."""
+        return bool(self._progress.unfinished)
+
     async def aclose(self) -> None:
         """Cancel what is unfinished and end the iteration; idempotent."""
         self._stop_timer()

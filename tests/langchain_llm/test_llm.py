@@ -23,13 +23,13 @@ def test_batch_submits_all_prompts_in_one_call(
     fake: FakeDoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    submit_many = fake.thread.submit_many
+    enqueue = fake.thread.enqueue
 
     def count(requests: Sequence[Request], sinks: Sequence[Sink]) -> None:
         sizes.append(len(requests))
-        submit_many(requests, sinks)
+        enqueue(requests, sinks)
 
-    monkeypatch.setattr(fake.thread, "submit_many", count)
+    monkeypatch.setattr(fake.thread, "enqueue", count)
 
     fake.llm().batch(["a", "b", "c"])
     asyncio.run(fake.llm().abatch(["a", "b"]))

@@ -35,10 +35,10 @@ class AdmissionGate:
         self._is_holding = threading.Event()
         self._is_open = threading.Event()
         self._holder = threading.Thread(target=lambda: thread.call(self._hold), name="gate")
-        self._submit_many = thread.submit_many
+        self._enqueue = thread.enqueue
 
     def __enter__(self) -> AdmissionGate:
-        self._thread.submit_many = self._count  # type: ignore[method-assign]  # undone at exit
+        self._thread.enqueue = self._count  # type: ignore[method-assign]  # undone at exit
         self._holder.start()
         self._is_holding.wait(PATIENCE_SECONDS)
         return self
@@ -54,7 +54,7 @@ class AdmissionGate:
         came = self._is_open.wait(PATIENCE_SECONDS)
         self._is_open.set()
         self._holder.join()
-        del self._thread.submit_many  # the instance's, set above
+        del self._thread.enqueue  # the instance's, set above
         assert came, f"{self._missing} requests less were submitted than the gate waits for"
 
     def _hold(self, engine: EngineLike) -> None:
@@ -63,7 +63,7 @@ class AdmissionGate:
         self._is_open.wait()
 
     def _count(self, requests: Sequence[Request], sinks: Sequence[Sink]) -> None:
-        self._submit_many(requests, sinks)
+        self._enqueue(requests, sinks)
         with self._lock:
             self._missing -= len(requests)
             if self._missing <= 0:
