@@ -21,7 +21,7 @@ from langchain_llm.chat_call import ChatCall
 from langchain_llm.messages import to_template_messages
 from langchain_llm.options import TOOL_OPTIONS
 from langchain_llm.presubmission import Presubmission, Submitted, presubmitted, take_submitted
-from langchain_llm.prompt import encode_chat, encode_text, render_chat
+from langchain_llm.prompt import encode_chat, render_chat
 from langchain_llm.run_metadata import run_metadata
 from langchain_llm.served_model import ServedModel
 from langchain_llm.structured_output import structured_output
@@ -140,7 +140,7 @@ class ChatNanoserve(ServedModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        await self.engine.aload()
+        await (await self.engine.aload()).thread.turn()
         call = self._call(messages, self.loaded_options(stop, **kwargs), run_manager)
         return call.result(await calls.arun(self.engine, [call.request], call.options.timeout))
 
@@ -188,6 +188,7 @@ class ChatNanoserve(ServedModel, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         engine = await self.engine.aload()
+        await engine.thread.turn()
         call = self._call(messages, self.loaded_options(stop, **kwargs), run_manager)
         assembler = call.assembler()
         stream = engine.thread.astream(call.request, timeout_seconds=call.options.timeout)
@@ -222,7 +223,7 @@ class ChatNanoserve(ServedModel, BaseChatModel):
         end_ids = frozenset(self.engine.thread.engine.eos_token_ids)
         request = calls.make_request(
             tokenizer,
-            encode_text(tokenizer, prompt, special=False),
+            self.engine.encode_prompt(prompt),
             options,
             run_metadata(run_manager),
             answer_grammar(tokenizer, options, start, end_ids),

@@ -129,6 +129,11 @@ class EngineReference:
         """The tokenizer; loads the engine if need be."""
         return self.load().tokenizer
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a rendered conversation, long beginnings from memory; loads the engine."""
+        self._require_open()
+        return self._shared.encoder().encode(text)
+
     def mailbox(self) -> LoopMailbox:
         """Where finished calls of the running event loop are left: one wake-up for each step."""
         return self._shared.mailbox_of(asyncio.get_running_loop())

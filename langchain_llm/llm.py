@@ -159,7 +159,7 @@ class NanoserveLLM(ServedModel, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        await self.engine.aload()
+        await (await self.engine.aload()).thread.turn()
         options = self.loaded_options(stop, **kwargs)
         if self._emits_tokens(prompts, run_manager):
             stream = self._astream(prompts[0], stop, run_manager, **kwargs)
@@ -209,6 +209,7 @@ class NanoserveLLM(ServedModel, BaseLLM):
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
         engine = await self.engine.aload()
+        await engine.thread.turn()
         options = _for_stream(self.loaded_options(stop, **kwargs))
         (request,) = self._requests([prompt], options, run_manager)
         pieces = self._pieces(request, options)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from langchain_llm.prompt_encoder import PromptEncoder
 from nanoserve_adapters.engine_thread import EngineThread
 from nanoserve_adapters.registry import acquire
 from nanoserve_adapters.streams import LoopMailbox
@@ -176,6 +177,7 @@ class SharedEngine:
         self.loaded: LoadedEngine | None = None
         # A number of the process would be equal in the next process and hit its cached answers.
         self.identity = source.name if source.is_from_path else f"{source.name}#{uuid.uuid4().hex}"
+        self._encoder: PromptEncoder | None = None  # a race makes two, of which one stays
         self._loading = threading.Lock()
         self._counting = threading.RLock()  # a collection may run `release` inside `retain`
         self._num_references = 0
@@ -192,6 +194,12 @@ class SharedEngine:
                 self.loaded = self.source.load()
             return self.loaded
 
+    def encoder(self) -> PromptEncoder:
+        """The encoder of all prompts for this engine; loads the engine if need be."""
+        if self._encoder is None:
+            self._encoder = PromptEncoder(self.load().tokenizer)
+        return self._encoder
+
     def retain(self) -> None:
         """One reference more."""
         with self._counting:
@@ -203,7 +211,7 @@ class SharedEngine:
             self._num_references -= 1
             if self._num_references:
                 return None
-            loaded, self.loaded = self.loaded, None
+            loaded, self.loaded, self._encoder = self.loaded, None, None
             return loaded
 
     def mailbox_of(self, loop: asyncio.AbstractEventLoop) -> LoopMailbox:

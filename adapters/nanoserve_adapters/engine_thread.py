@@ -102,6 +102,13 @@ class EngineThread:
         self._validate(requests)
         self._outbox().add(self, Outgoing(requests, sinks, is_wanted))
 
+    async def turn(self) -> None:
+        """For a coroutine that is about to prepare a request: returns when it may.
+
+        Where many tasks start together, it lets the event loop's other callbacks run in between.
+        """
+        await self._outbox().turn()
+
     def enqueue(self, requests: Sequence[Request], sinks: Sequence[Sink]) -> None:
         """Where all ways in end: queue valid requests as one action of the engine thread."""
         pairs = list(zip(requests, sinks, strict=True))
