@@ -55,6 +55,11 @@ class CallOptions:
     priority: int = 0
     logprobs: LogprobsMode | None = None
 
+    @property
+    def has_seeds(self) -> bool:
+        """Whether the caller says what the rows draw from."""
+        return self.seed is not None or self.row_seeds is not None
+
     @classmethod
     def read(
         cls, generation_config: HFObject, *, num_rows: int, pad_token_id: int | None

@@ -5,6 +5,7 @@ Each function looks at one side of the call and returns what is not served there
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -107,18 +108,23 @@ def _are_default(positions: torch.Tensor, prompts: Prompts) -> bool:
     return bool((positions.cpu().numpy() == prompts.default_position_ids()).all())
 
 
-def rule_reasons(call: SampleCall, draft: SamplingDraft, rules: StopRules) -> list[Unsupported]:
-    """Where processors and criteria disagree in a way the engine cannot follow."""
-    reasons = []
-    if rules.has_eos_criterion and call.pad_token_id is None:
-        reasons.append(
-            Unsupported(
-                option="pad_token_id",
-                value=None,
-                because="fills rows after their end",
-                way_out="Set pad_token_id.",
-            )
+def pad_reasons(call: SampleCall, rules: StopRules) -> list[Unsupported]:
+    """Rows that end, and nothing to fill them with."""
+    if not rules.has_eos_criterion or call.pad_token_id is not None:
+        return []
+    return [
+        Unsupported(
+            option="pad_token_id",
+            value=None,
+            because="fills rows after their end",
+            way_out="Set pad_token_id.",
         )
+    ]
+
+
+def rule_reasons(call: SampleCall, draft: SamplingDraft, rules: StopRules) -> list[Unsupported]:
+    """Where processors and criteria disagree in a way that rows cannot follow by themselves."""
+    reasons = []
     if rules.stop_strings is not None and call.num_rows > 1 and not rules.has_eos_criterion:
         reasons.append(
             Unsupported(
@@ -145,7 +151,16 @@ def rule_reasons(call: SampleCall, draft: SamplingDraft, rules: StopRules) -> li
 def length_reasons(
     call: SampleCall, prompts: Prompts, rules: StopRules, max_model_len: int
 ) -> list[Unsupported]:
-    """A length beyond the engine's; transformers goes on with a warning."""
+    """No length, or one beyond the engine's; transformers goes on with a warning."""
+    if math.isinf(rules.max_length):
+        return [
+            Unsupported(
+                option="max_length",
+                value=None,
+                because="needs an upper limit for each row",
+                way_out="Pass max_new_tokens.",
+            )
+        ]
     longest, max_tokens = int(prompts.lengths.max()), rules.max_tokens(call.width)
     if longest + max_tokens <= max_model_len:
         return []

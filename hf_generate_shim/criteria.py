@@ -71,15 +71,6 @@ def read_criteria(criteria: Iterable[object], rules: StopRules) -> list[Unsuppor
         rules.has_eos_criterion |= hasattr(criterion, "eos_token_id")  # transformers' own test
         if not _read(criterion, rules):
             reasons.append(_unsupported(criterion))
-    if math.isinf(rules.max_length):
-        reasons.append(
-            Unsupported(
-                option="max_length",
-                value=None,
-                because="needs an upper limit for each row",
-                way_out="Pass max_new_tokens.",
-            )
-        )
     return reasons
 
 
@@ -105,6 +96,6 @@ def _unsupported(criterion: object) -> Unsupported:
     return Unsupported(
         option="stopping_criteria",
         value=name,
-        because=f"cannot ask {name} between its steps yet",
-        way_out="Leave stopping_criteria out to use the engine.",
+        because=f"asks {name} about the whole batch after each step",
+        way_out="Leave stopping_criteria out to let rows run freely.",
     )

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """The path of a call and, for a fallback, every reason that was found. Prints as text."""
+    """The path of a call and every reason that was found why it is not a faster one. Prints as
+    text.
+    """
 
     path: Path
     reasons: tuple[Unsupported, ...] = ()
@@ -25,4 +27,6 @@ class Explanation:
         listed = " ".join(
             f"{r.option}={reprlib.repr(r.value)}: it {r.because}. {r.way_out}" for r in self.reasons
         )
+        if self.path is Path.LOCKSTEP:
+            listed = f"the engine runs all rows of this call step by step: {listed}"
         return f"{self.path}: {listed}"

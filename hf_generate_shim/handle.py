@@ -19,9 +19,11 @@ from hf_generate_shim.call_options import given_options
 from hf_generate_shim.continuous import ContinuousBatching
 from hf_generate_shim.counters import CallCounter
 from hf_generate_shim.live_engine import LiveEngine, wait_for_device
+from hf_generate_shim.lockstep import LockstepSampler
 from hf_generate_shim.modes import other_mode
-from hf_generate_shim.outputs import assemble
+from hf_generate_shim.outputs import assemble, assemble_lockstep
 from hf_generate_shim.paged import is_paged, plain_arguments
+from hf_generate_shim.pickers import RowPicker, pick_as_transformers, pick_largest
 from hf_generate_shim.preparation import Preparation, Prepared, SilentStreamer
 from hf_generate_shim.results import CallSink, Results
 from hf_generate_shim.route import Path, Route, decide
@@ -29,9 +31,9 @@ from hf_generate_shim.row_streamer import RowStreamer, stream_rows
 from hf_generate_shim.scope import GenerateScope, current_scope, entered
 from hf_generate_shim.seam import QWEN3
 from hf_generate_shim.stream import feed_of
-from hf_generate_shim.task import make_requests
+from hf_generate_shim.task import make_group, make_requests, row_seeds
 from nanoserve_adapters.unsupported import Unsupported, UnsupportedPolicy
-from nanoserve_core.errors import UnsupportedOption
+from nanoserve_core.errors import RequestFailed, UnsupportedOption
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from hf_generate_shim.call import HFObject, SampleCall
     from hf_generate_shim.counters import Counters
     from hf_generate_shim.explanation import Explanation
+    from hf_generate_shim.pickers import TokenPicker
     from hf_generate_shim.row_streamer import RowEvent
     from hf_generate_shim.task import CallRequests, Task
     from nanoserve_adapters.engine_thread import EngineThread
@@ -74,6 +77,7 @@ class Settings:
 
     tokenizer: HFObject
     strict: bool
+    rng: str
     options: Mapping[str, Any]  # Any: checked by EngineConfig
     """Engine options as named, ``plugins`` among them."""
 
@@ -201,7 +205,7 @@ class Handle:
         if route.task is None or reasons:
             self.fall_back(reasons[0], given_options(call.generation_config))
             return original()
-        self._counter.add(Path.FAST)
+        self._counter.add(route.path, route.reasons)
         return self._run(call, route.task)
 
     def explain(self, model: nn.Module, arguments: Mapping[str, HFObject]) -> Explanation:
@@ -234,7 +238,10 @@ class Handle:
         if self.continuous_batching.pause.is_own:
             reasons.append(_PAUSED)
         limit = self._engine.max_model_len
-        route = decide(call, max_model_len=limit, has_user_cache=scope.has_user_cache)
+        rng = self.settings.rng if scope.seed is None else "row"
+        route = decide(call, max_model_len=limit, has_user_cache=scope.has_user_cache, rng=rng)
+        if route.task is not None:
+            reasons += self._engine.group_reasons(route.task)
         return Route.fallback((*reasons, *route.reasons)) if reasons else route
 
     def count(self, path: Path) -> None:
@@ -258,12 +265,36 @@ class Handle:
         thread = self.thread
         self._warn_of_outputs(call, task)
         wait_for_device(call.model)
-        group = make_requests(task, seed=_seed(call, task))
-        request_ids = {request.request_id for request in group.requests}
+        if task.is_lockstep:
+            output = self._run_lockstep(call, task, thread)
+        else:
+            requests = make_requests(task, seed=_seed(call, task))
+            output = assemble(call, task, self._collect(call, task, requests, thread))
+        if call.streamer is not None:
+            call.streamer.end()
+        return output
+
+    def _run_lockstep(self, call: SampleCall, task: Task, thread: EngineThread) -> HFObject:
+        sampler = LockstepSampler(call, task.options, _picker(call, task))
+        try:
+            self._collect(call, task, make_group(task, sampler), thread)
+        except RequestFailed:
+            if sampler.error is None:
+                raise
+        if sampler.error is not None:
+            error, sampler.error = sampler.error, None
+            raise error  # what a processor or criterion raised, and nothing around it
+        return assemble_lockstep(call, sampler)
+
+    def _collect(
+        self, call: SampleCall, task: Task, requests: CallRequests, thread: EngineThread
+    ) -> Results:
+        """The results of a call, which is cancelled if something raises."""
+        request_ids = {request.request_id for request in requests.requests}
         with self._lock:
             self._running |= request_ids
         try:
-            output = assemble(call, task, _collect(call, task, group, thread))
+            return _collect(call, task, requests, thread)
         except BaseException:  # also a streamer that raises, and Ctrl-C
             for request_id in request_ids:
                 thread.cancel(request_id)
@@ -271,9 +302,6 @@ class Handle:
         finally:
             with self._lock:
                 self._running -= request_ids
-        if call.streamer is not None:
-            call.streamer.end()
-        return output
 
     def _warn_of_outputs(self, call: SampleCall, task: Task) -> None:
         nbytes = task.num_output_rows * call.vocab_size * _FLOAT32_NBYTES
@@ -318,7 +346,7 @@ def _seed(call: SampleCall, task: Task) -> int | None:
     """The call's seed: None when nothing depends on it, else as given, or one number from torch's
     default generator, so that `torch.manual_seed` reproduces the call.
     """
-    if task.sampling.is_greedy or task.options.row_seeds is not None:
+    if not call.generation_config.do_sample or task.options.row_seeds is not None:
         return None
     if task.options.seed is not None:
         return task.options.seed
@@ -326,6 +354,14 @@ def _seed(call: SampleCall, task: Task) -> int | None:
     if scope is not None and scope.seed is not None:
         return scope.seed
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
+
+
+def _picker(call: SampleCall, task: Task) -> TokenPicker:
+    if not call.generation_config.do_sample:
+        return pick_largest
+    if task.draws_one_block:
+        return pick_as_transformers
+    return RowPicker(row_seeds(task, _seed(call, task)), [len(prompt) for prompt in task.rows])
 
 
 def _num_frames_to_user() -> int:

@@ -44,8 +44,9 @@ def install(
     plugins that work on text. ``strict``: raise `UnsupportedOption` where a call would otherwise
     fall back to transformers' own loop, with one `NanoserveFallbackWarning` per reason.
     ``rng="row"``: a call draws one number from torch's default generator, and each row has a stream
-    of its own. ``engine_options``: the fields of `EngineConfig`; ``max_model_len`` is the model's
-    own limit by default.
+    of its own. ``rng="hf"``: a sampled call draws as transformers does, so that it gives the same
+    tokens under `torch.manual_seed`; its rows then run in lockstep. ``engine_options``: the fields
+    of `EngineConfig`; ``max_model_len`` is the model's own limit by default.
 
     Cheap: weights are shared and K/V memory is taken at the first call that the engine serves.
     Installing a model again with the same arguments returns its handle; with others it raises
@@ -55,7 +56,7 @@ def install(
     _require_rng(rng)
     options = {**engine_options, **({"plugins": tuple(plugins)} if plugins else {})}
     EngineConfig.from_options(**options)
-    settings = Settings(tokenizer=tokenizer, strict=strict, options=options)
+    settings = Settings(tokenizer=tokenizer, strict=strict, rng=rng, options=options)
     handle = QWEN3.attach(model, Handle(model, settings))
     if handle.settings != settings:
         raise ConfigError(
@@ -112,11 +113,5 @@ def _require_qwen3(model: object) -> None:
 
 
 def _require_rng(rng: str) -> None:
-    if rng == "row":
-        return
-    if rng == "hf":
-        raise UnsupportedOption(
-            "rng='hf' is not served by nanoserve yet: rows draw from streams of their own, not "
-            "from one block of torch's generator per step. Pass rng='row'."
-        )
-    raise ConfigError(f"rng={rng!r} is unknown: expected 'row'. Leave it out.")
+    if rng not in ("row", "hf"):
+        raise ConfigError(f"rng={rng!r} is unknown: expected 'row' or 'hf'. Leave it out.")

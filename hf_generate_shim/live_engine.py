@@ -12,6 +12,7 @@ from transformers import Qwen3ForCausalLM
 from hf_generate_shim.task import longest_request
 from nanoserve_adapters.registry import acquire
 from nanoserve_adapters.unsupported import Unsupported
+from nanoserve_core.config import EngineConfig
 from nanoserve_core.engine_stats import EngineStats
 from nanoserve_core.errors import ConfigError, EngineClosed, RequestTooLong, UnsupportedOption
 from nanoserve_core.models.eligibility import Eligibility
@@ -28,6 +29,13 @@ if TYPE_CHECKING:
 
 # What transformers' loop calls on the model, and the engine does not.
 _LOOP_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+
+_INSIDE_A_STEP = Unsupported(
+    option="generate",
+    value="(called by a processor or criterion)",
+    because="cannot run a call for which the step in progress waits",
+    way_out="Call generate before or after.",
+)
 
 _NOT_STARTED = EngineStats(
     running=0,
@@ -87,7 +95,26 @@ class LiveEngine:
         model = self._require_model()
         reason = self._eligibility.reason()
         reasons = [] if reason is None else [_not_plain(model, reason)]
+        if self._handle is not None and self._handle.thread.is_current:
+            reasons.append(_INSIDE_A_STEP)
         return [*reasons, *_loop_reasons(model)]
+
+    def group_reasons(self, task: Task) -> list[Unsupported]:
+        """Why the rows of a lockstep call cannot run in one step."""
+        handle, num_rows = self._handle, len(task.rows)
+        options = EngineConfig.from_options(**self._options)
+        config = options if handle is None else handle.thread.engine.config
+        limit = min(config.max_num_seqs, config.max_num_batched_tokens)
+        if not task.is_lockstep or num_rows <= limit:
+            return []
+        return [
+            Unsupported(
+                option="input_ids",
+                value=f"({num_rows} rows)",
+                because=f"runs at most {limit} rows in one step, and this call needs all in one",
+                way_out="Split the batch, or install with a larger max_num_seqs.",
+            )
+        ]
 
     def start_reasons(self, task: Task) -> list[Unsupported]:
         """Start the engine if need be; why it cannot run ``task`` on this model."""
@@ -98,11 +125,12 @@ class LiveEngine:
         try:
             thread.engine.validate(longest_request(task))
         except RequestTooLong:
+            held = "all rows of that length at once" if task.is_lockstep else "a row of that length"
             return [
                 Unsupported(
                     option="max_length",
                     value=max(map(len, task.rows)) + (task.sampling.max_tokens or 0),
-                    because="cannot hold a row of that length",
+                    because=f"cannot hold {held}",
                     way_out="Lower max_new_tokens, or give the engine more kv_cache_memory_bytes.",
                 )
             ]

@@ -14,6 +14,7 @@ from hf_generate_shim.replayed_cache import ReplayedCache
 
 if TYPE_CHECKING:
     from hf_generate_shim.call import HFObject, SampleCall
+    from hf_generate_shim.lockstep import LockstepSampler
     from hf_generate_shim.results import Results, Sample
     from hf_generate_shim.task import Task
 
@@ -46,10 +47,34 @@ def assemble(call: SampleCall, task: Task, results: Results) -> HFObject:
     scores = _per_step(call, [_scores(row, task) for row in results.rows], num_steps)
     if not call.logits_processor:  # then transformers' two tuples hold the same tensors
         scores = logits
-    logprobs = {"logprobs": _logprobs(call, results, num_steps)} if task.options.logprobs else {}
-    output_class = GenerateOutputWithLogprobs if logprobs else GenerateDecoderOnlyOutput
+    logprobs = _logprobs(call, results, num_steps) if task.options.logprobs else None
+    return _dict_output(call, sequences, scores, logits, logprobs)
+
+
+def assemble_lockstep(call: SampleCall, sampler: LockstepSampler) -> HFObject:
+    """As `assemble`, from what the sampler of a lockstep call has put together step by step.
+
+    Rows that have ended hold in ``scores`` what the processors made of zeros.
+    """
+    logprobs = torch.stack(sampler.logprobs, dim=1) if sampler.logprobs else None
+    for tensor in (sampler.sequences, *sampler.scores, *sampler.logits):
+        if tensor.is_cuda:  # made on the engine's stream, from now on used on the caller's
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    if not call.wants_dict:
+        return sampler.sequences
+    return _dict_output(call, sampler.sequences, sampler.scores, sampler.logits, logprobs)
+
+
+def _dict_output(
+    call: SampleCall,
+    sequences: torch.Tensor,
+    scores: tuple[torch.Tensor, ...],
+    logits: tuple[torch.Tensor, ...],
+    logprobs: torch.Tensor | None,
+) -> HFObject:
+    output_class = GenerateDecoderOnlyOutput if logprobs is None else GenerateOutputWithLogprobs
     return output_class(
-        **logprobs,
+        **({} if logprobs is None else {"logprobs": logprobs}),
         sequences=sequences,
         scores=scores if call.wants_scores else None,
         logits=logits if call.wants_logits else None,

@@ -81,7 +81,7 @@ def read_processors(
 
 def _unknown(processor: object, draft: SamplingDraft) -> str | None:
     del draft
-    return f"has no counterpart of {type(processor).__name__} in its sampler yet"
+    return f"has no counterpart of {type(processor).__name__} in its sampler"
 
 
 def _repetition_penalty(processor: HFObject, draft: SamplingDraft) -> str | None:
@@ -306,5 +306,5 @@ def _unsupported(
         option=argument,
         value=value,
         because=because,
-        way_out=f"Leave {argument} out to use the engine.",
+        way_out=f"Leave {argument} out to let rows run freely.",
     )

@@ -15,6 +15,7 @@ from hf_generate_shim.conditions import (
     call_reasons,
     is_readable,
     length_reasons,
+    pad_reasons,
     prompt_reasons,
     require_known_ids,
     require_tokens,
@@ -50,7 +51,7 @@ class Path(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """The way of one call: a ``task`` when the engine runs it, else the reasons why not."""
+    """The way of one call: a ``task`` when the engine runs it, and why it is not a faster way."""
 
     path: Path
     reasons: tuple[Unsupported, ...] = ()
@@ -62,8 +63,20 @@ class Route:
         return cls(path=Path.FALLBACK, reasons=tuple(reasons))
 
 
-def decide(call: SampleCall, *, max_model_len: int, has_user_cache: bool) -> Route:
+_ONE_BLOCK = Unsupported(
+    option="rng",
+    value="hf",
+    because="draws for all rows of a step at once, as transformers does",
+    way_out="Install with rng='row' to let rows run freely.",
+)
+
+
+def decide(
+    call: SampleCall, *, max_model_len: int, has_user_cache: bool, rng: str = "row"
+) -> Route:
     """The route of ``call``. Waits for the device, since it reads the ids and the mask.
+
+    What the engine can compute, but its sampler alone cannot choose, goes in lockstep.
 
     Raises `InvalidRequest` for an empty batch or prompt, `TokenIdOutOfRange`, and `ConfigError` for
     wrong options of nanoserve's own.
@@ -81,34 +94,62 @@ def decide(call: SampleCall, *, max_model_len: int, has_user_cache: bool) -> Rou
         do_sample=bool(call.generation_config.do_sample),
     )
     rules = StopRules()
-    reasons += read_processors(call.logits_processor, draft, call.generation_config)
-    reasons += read_criteria(call.stopping_criteria, rules)
-    reasons += rule_reasons(call, draft, rules)
+    tied = read_processors(call.logits_processor, draft, call.generation_config)
+    tied += read_criteria(call.stopping_criteria, rules)
+    tied += rule_reasons(call, draft, rules)
+    reasons += pad_reasons(call, rules)
     if not reasons:
         reasons = length_reasons(call, prompts, rules, max_model_len)
-    return Route.fallback(reasons) if reasons else _fast(call, draft, rules)
-
-
-def _fast(call: SampleCall, draft: SamplingDraft, rules: StopRules) -> Route:
+    if reasons:
+        return Route.fallback([*reasons, *tied])
     options = CallOptions.read(
         call.generation_config, num_rows=call.num_rows, pad_token_id=call.pad_token_id
     )
+    draws_one_block = draft.do_sample and rng == "hf" and not options.has_seeds
+    if draws_one_block:
+        tied.append(_ONE_BLOCK)
+    lockstep = Task(
+        rows=tuple(prompts.rows()),
+        sampling=_bounds(rules.max_tokens(call.width)),
+        pad_token_id=call.pad_token_id,
+        options=options,
+        is_lockstep=True,
+        draws_one_block=draws_one_block,
+        output_logits=call.wants_logits,
+        output_scores=call.wants_scores,
+    )
+    if not tied:
+        task = _free_task(call, draft, rules, options)
+        if isinstance(task, Task):
+            return Route(path=Path.FAST, task=task)
+        tied = [task]
+    return Route(path=Path.LOCKSTEP, reasons=tuple(tied), task=lockstep)
+
+
+def _bounds(max_tokens: int) -> SamplingParams:
+    """Of a lockstep call: what is sampled is none of the engine's business."""
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+
+
+def _free_task(
+    call: SampleCall, draft: SamplingDraft, rules: StopRules, options: CallOptions
+) -> Task | Unsupported:
+    """The task of rows that run freely, or why they cannot."""
     if options.logprobs is not None:
         draft.options |= {"logprobs": 0, "logprobs_mode": options.logprobs}
     try:
         sampling = _sampling(call, draft, rules)
     except ConfigError as error:  # a value that transformers lets pass
-        refused = Unsupported(
+        return Unsupported(
             option="generation_config",
             value=type(call.generation_config).__name__,
             because=f"refuses one of its values ({error})",
             way_out="Change that value.",
         )
-        return Route.fallback([refused])
     pad = call.pad_token_id
     # Without processors transformers' scores are its logits: one of the two is enough.
     scores_are_logits = not call.logits_processor
-    task = Task(
+    return Task(
         rows=tuple(draft.prompts.rows()),
         sampling=sampling,
         pad_token_id=pad,
@@ -120,7 +161,6 @@ def _fast(call: SampleCall, draft: SamplingDraft, rules: StopRules) -> Route:
         output_logits=call.wants_logits or (call.wants_scores and scores_are_logits),
         output_scores=call.wants_scores and not scores_are_logits,
     )
-    return Route(path=Path.FAST, task=task)
 
 
 def _sampling(call: SampleCall, draft: SamplingDraft, rules: StopRules) -> SamplingParams:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 from uuid import uuid4
 
@@ -10,14 +10,21 @@ from hf_generate_shim.call_options import CallOptions
 from hf_generate_shim.step_rules import StepRules
 from nanoserve_core.philox import derive_seed
 from nanoserve_core.request import Request
+from nanoserve_core.request_group import RequestGroup
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
     from hf_generate_shim.criteria import TimeLimit
+    from hf_generate_shim.lockstep import LockstepSampler
     from hf_generate_shim.step_rules import StepRule
     from hf_generate_shim.stop_strings import StopStrings
     from nanoserve_core.request import LogitsProcessor, StopCheck
     from nanoserve_core.sampling_params import SamplingParams
 
+_METADATA = {"source": "hf_generate_shim"}
 _REQUESTS = 2**32
 """Requests count from here when their seeds are derived from the call's; samples count from 0."""
 
@@ -32,6 +39,10 @@ class Task:
     """For every row; ``n`` and ``seed`` are set when requests are made."""
     pad_token_id: int | None
     """What fills a row after its end."""
+    is_lockstep: bool = False
+    """transformers' processors and criteria choose the tokens of all rows, step by step."""
+    draws_one_block: bool = False
+    """In lockstep: from torch's default generator, for all rows at once."""
     time_limit: TimeLimit | None = None
     stop_strings: StopStrings | None = None
     options: CallOptions = field(default_factory=CallOptions)
@@ -95,10 +106,43 @@ class _Row(NamedTuple):
         return cls(task.rows[place], max_tokens, seeds[place] if seeds is not None else None)
 
 
+def make_group(task: Task, sampler: LockstepSampler) -> CallRequests:
+    """One request for each row, all of one group that ``sampler`` chooses for."""
+    call_id = uuid4().hex
+    requests = [
+        Request(
+            request_id=f"generate-{call_id}-{row}",
+            prompt_token_ids=prompt,
+            sampling=task.sampling,
+            priority=task.options.priority,
+            should_stop=_end_of_row(sampler, row),
+            metadata=_METADATA,
+        )
+        for row, prompt in enumerate(task.rows)
+    ]
+    return CallRequests(
+        requests=tuple(RequestGroup.join(requests, sampler)),
+        sources=tuple((request.request_id, 0) for request in requests),
+    )
+
+
+def row_seeds(task: Task, seed: int | None) -> list[int]:
+    """The seed of each row's stream in lockstep; ``seed``: the call's, where rows have no own."""
+    if seed is None:
+        return list(task.options.row_seeds or ())
+    return [derive_seed(seed, _REQUESTS + row) for row in range(len(task.rows))]
+
+
 def longest_request(task: Task) -> Request:
-    """A request like the longest one of the call, to ask an engine whether it fits."""
+    """A request like the longest one of the call, to ask an engine whether it fits; in lockstep as
+    a member of the group of all.
+    """
     row = _Row(max(task.rows, key=len), task.sampling.max_tokens)
-    return _request(task, "generate-longest", row, n=1, seed=None)
+    request = _request(task, "generate-longest", row, n=1, seed=None)
+    if not task.is_lockstep:
+        return request
+    rows = [replace(request, prompt_token_ids=prompt) for prompt in task.rows]
+    return replace(request, group=RequestGroup.join(rows, _choose_nothing)[0].group)
 
 
 def _request(task: Task, request_id: str, row: _Row, *, n: int, seed: int | None) -> Request:
@@ -113,8 +157,16 @@ def _request(task: Task, request_id: str, row: _Row, *, n: int, seed: int | None
         logits_processors=_processors(task, row.prompt),
         output_logits=task.output_logits,
         output_scores=task.output_scores,
-        metadata={"source": "hf_generate_shim"},
+        metadata=_METADATA,
     )
+
+
+def _end_of_row(sampler: LockstepSampler, row: int) -> StopCheck:
+    return lambda _, token_ids: sampler.has_ended(row, len(token_ids))
+
+
+def _choose_nothing(logits: torch.Tensor, members: Sequence[int]) -> torch.Tensor:
+    raise AssertionError(f"a request that only asks was run: {members} {logits.shape}")
 
 
 def _processors(task: Task, prompt: tuple[int, ...]) -> tuple[LogitsProcessor, ...]:

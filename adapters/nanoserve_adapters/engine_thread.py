@@ -74,6 +74,11 @@ class EngineThread:
         """True until the engine was closed or died; False in a forked child."""
         return self._pid == os.getpid() and self._worker.end is None
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs on the engine thread: it must not wait for the engine there."""
+        return threading.current_thread() is self._thread
+
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue `request`; its outputs go to `sink`.
 
@@ -185,7 +190,7 @@ class EngineThread:
         On the engine thread itself `fn` runs at once.
         """
         self.require_own_process()
-        if threading.current_thread() is self._thread:
+        if self.is_current:
             return fn(self._engine)
         future: Future[T] = Future()
         self._worker.submit(functools.partial(self._worker.call, fn, future))
@@ -206,7 +211,7 @@ class EngineThread:
         if self._pid != os.getpid():
             return
         self._worker.post(self._worker.stop)
-        if threading.current_thread() is not self._thread:
+        if not self.is_current:
             self._thread.join(timeout_seconds)
             self._worker.raise_close_error()
 

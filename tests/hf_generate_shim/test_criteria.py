@@ -52,12 +52,6 @@ def test_eos_ids_are_merged_and_minus_one_never_ends_a_row() -> None:
     assert rules.known_eos_ids(vocab_size=100) == [3, 7]
 
 
-def test_missing_upper_limit_is_refused() -> None:
-    _, refused = read(EosTokenCriteria(3))
-
-    assert refused == ["max_length"]
-
-
 @pytest.mark.parametrize(
     "criterion", [StopNow(), LongerThan(5), EosTokenCriteria(torch.tensor([2.0]))]
 )

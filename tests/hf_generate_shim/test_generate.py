@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hf_generate_shim import Handle
 
 CALL: Options = {**ragged(), "max_new_tokens": 6}
+UNTIL_TOO_LONG: Options = {"max_new_tokens": 255}
 DICT: Options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 
 
@@ -318,14 +319,14 @@ def test_fallback_warns_once_per_reason_and_names_the_option(
 ) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for options in ({"no_repeat_ngram_size": 2}, {"no_repeat_ngram_size": 3}, {"num_beams": 2}):
-            model.generate(**CALL, **options)
+        for options in (UNTIL_TOO_LONG, {"num_beams": 3}, {"num_beams": 2}):
+            model.generate(**{**CALL, **options})
 
     assert {warning.category for warning in caught} == {NanoserveFallbackWarning}
     texts = [str(warning.message) for warning in caught]
     assert len(texts) == 2
-    assert texts[0].startswith("no_repeat_ngram_size=2 is not served by nanoserve: it has no")
-    assert texts[1].startswith("num_beams=2 is not served by nanoserve: it samples one")
+    assert texts[0].startswith("max_length=264 is not served by nanoserve: it holds at most")
+    assert texts[1].startswith("num_beams=3 is not served by nanoserve: it samples one")
     assert {warning.filename for warning in caught} == {__file__}
     assert (handle.counters.fast, handle.counters.fallback) == (0, 3)
     assert sorted(handle.counters.reasons.values()) == [1, 2]
@@ -333,14 +334,14 @@ def test_fallback_warns_once_per_reason_and_names_the_option(
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("num_beams", 4), ("no_repeat_ngram_size", 2), ("top_h", 0.4)],
+    [("num_beams", 4), ("output_attentions", True)],
 )
 def test_strict_refuses_with_option_value_and_way_out(
     model: Qwen3ForCausalLM,
     option: str,
     value: object,
 ) -> None:
-    options = {**CALL, "do_sample": option == "top_h", option: value}
+    options = {**CALL, "return_dict_in_generate": True, option: value}
 
     with (
         hf_generate_shim.installed(model, strict=True) as handle,
@@ -433,6 +434,8 @@ def test_explain_gives_the_path_and_every_reason(model: Qwen3ForCausalLM, handle
     )  # fmt: skip
     assert [reason.option for reason in beams.reasons] == ["num_beams"]
     assert [r.option for r in two.reasons] == ["no_repeat_ngram_size", "remove_invalid_values"]
+    assert two.path is Path.LOCKSTEP
+    assert str(two).startswith("lockstep: the engine runs all rows of this call step by step: ")
     assert "no_repeat_ngram_size=2: it has no" in str(two)
     assert handle.counters == hf_generate_shim.Counters()
     assert handle.stats().steps == 0
@@ -466,14 +469,10 @@ def test_history_rules_on_ragged_rows_equal_transformers(options: Options) -> No
     call = {**ragged(), "max_new_tokens": 12, **options}
     expected = model.generate(**call)
 
-    with (
-        hf_generate_shim.installed(model, num_kvcache_blocks=64) as handle,
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore", NanoserveFallbackWarning)
+    with hf_generate_shim.installed(model, num_kvcache_blocks=64) as handle:
         output = model.generate(**call)
 
     is_penalty = "repetition_penalty" in options
     is_fast = "no_repeat_ngram_size" not in options and (PENALTY_SKIPS_PADS or not is_penalty)
     assert output.tolist() == expected.tolist()
-    assert handle.counters.fast == is_fast
+    assert (handle.counters.fast, handle.counters.lockstep) == (is_fast, not is_fast)

@@ -118,7 +118,6 @@ def test_inner_block_does_not_end_the_outer_install(
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"rng": "hf"}, UnsupportedOption, "rng='row'"),
         ({"rng": "numpy"}, ConfigError, "rng='numpy'"),
         ({"max_num_sequences": 3}, ConfigError, "max_num_seqs"),
         ({"max_num_seqs": 0}, ConfigError, "max_num_seqs=0"),

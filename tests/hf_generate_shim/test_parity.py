@@ -174,8 +174,7 @@ FAST: dict[str, Options] = {
     },
 }  # fmt: skip
 
-FALLBACK: dict[str, Options] = {
-    "beams": {"num_beams": 2},
+LOCKSTEP: dict[str, Options] = {
     "n-grams": {"no_repeat_ngram_size": 2},
     "own processor": {"logits_processor": [NoThrees()]},
     "own processor beside known ones": {
@@ -188,6 +187,10 @@ FALLBACK: dict[str, Options] = {
     },
     "long bad word": {"bad_words_ids": [[97, 1, 2, 3]]},
     "top_p 0": {"do_sample": True, "top_k": 0, "top_p": 0.0},
+}  # fmt: skip
+
+FALLBACK: dict[str, Options] = {
+    "beams": {"num_beams": 2},
     "prompt lookup": {**SINGLE, "prompt_lookup_num_tokens": 2},
     "attentions": {"return_dict_in_generate": True, "output_hidden_states": True},
     "beyond the positions": {"max_new_tokens": 255, "eos_token_id": FEW},
@@ -197,7 +200,7 @@ PADDED_PENALTY: dict[str, Options] = {
     "penalty, padded": {"repetition_penalty": 1.7, "max_new_tokens": 20},
     "dict, penalty, padded": {**DICT, "repetition_penalty": 1.5},
 }
-CASES = {**FAST, **FALLBACK, **PADDED_PENALTY}
+CASES = {**FAST, **LOCKSTEP, **FALLBACK, **PADDED_PENALTY}
 
 
 def run(model: Qwen3ForCausalLM, name: str) -> Output:
@@ -246,6 +249,19 @@ def test_fast_call_equals_transformers(
     assert (handle.counters.fast, handle.counters.fallback) == (before.fast + 1, before.fallback)
 
 
+@pytest.mark.parametrize("name", LOCKSTEP)
+def test_lockstep_call_equals_transformers(
+    model: Qwen3ForCausalLM, expected: dict[str, Output], handle: Handle, name: str
+) -> None:
+    before = handle.counters
+
+    output = run(model, name)
+
+    assert_equal(output, expected[name], eos_of(name))
+    counters = handle.counters
+    assert (counters.lockstep, counters.fallback) == (before.lockstep + 1, before.fallback)
+
+
 @pytest.mark.parametrize("name", FALLBACK)
 def test_fallback_equals_transformers(
     model: Qwen3ForCausalLM, expected: dict[str, Output], handle: Handle, name: str
@@ -269,6 +285,7 @@ def test_penalty_on_padded_rows_equals_transformers(
 
     assert_equal(output, expected[name], eos_of(name))
     assert handle.counters.fast == before.fast + PENALTY_SKIPS_PADS
+    assert handle.counters.fallback == before.fallback
 
 
 def test_nothing_was_left_in_the_engine(handle: Handle) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from transformers import CompileConfig, DynamicCache
-from transformers.generation.stopping_criteria import EosTokenCriteria
+from transformers.generation.logits_process import LogitsProcessor
+from transformers.generation.stopping_criteria import EosTokenCriteria, StoppingCriteria
 
 from hf_generate_shim import Path, TokenIdOutOfRange
 from hf_generate_shim.route import Route, decide
@@ -153,7 +154,7 @@ def test_option_is_fast(model: Qwen3ForCausalLM, name: str) -> None:
     assert (found.path, found.reasons) == (Path.FAST, ())
 
 
-FALLBACK = {
+LOCKSTEP = {
     "no_repeat_ngram_size": 2,
     "encoder_repetition_penalty": 1.5,
     "encoder_no_repeat_ngram_size": 2,
@@ -161,6 +162,41 @@ FALLBACK = {
     "exponential_decay_length_penalty": (2, 1.5),
     "guidance_scale": 1.5,
     "prefix_allowed_tokens_fn": lambda *_: [1, 2],
+    "logits_processor": [LogitsProcessor()],
+    "stopping_criteria": [StoppingCriteria()],
+}
+
+
+@pytest.mark.parametrize("name", LOCKSTEP)
+def test_option_goes_in_lockstep_and_is_named(model: Qwen3ForCausalLM, name: str) -> None:
+    found = route(model, eos_token_id=EOS, return_dict_in_generate=True, **{name: LOCKSTEP[name]})
+
+    assert found.path is Path.LOCKSTEP
+    assert [reason.option for reason in found.reasons] == [name]
+    assert found.task is not None
+    assert found.task.is_lockstep
+
+
+def test_random_numbers_of_transformers_are_drawn_in_lockstep(model: Qwen3ForCausalLM) -> None:
+    call = capture(model, **ragged(), max_new_tokens=4, do_sample=True)
+    greedy = capture(model, **ragged(), max_new_tokens=4, do_sample=False)
+
+    found = decide(call, max_model_len=256, has_user_cache=False, rng="hf")
+
+    assert (found.path, [r.option for r in found.reasons]) == (Path.LOCKSTEP, ["rng"])
+    assert decide(greedy, max_model_len=256, has_user_cache=False, rng="hf").path is Path.FAST
+
+
+def test_missing_upper_limit_falls_back(model: Qwen3ForCausalLM) -> None:
+    call = capture(model, **ragged(), max_new_tokens=4)
+    call.stopping_criteria.clear()
+
+    found = decide(call, max_model_len=256, has_user_cache=False)
+
+    assert [reason.option for reason in found.reasons] == ["max_length"]
+
+
+FALLBACK = {
     "output_attentions": True,
     "output_hidden_states": True,
     "is_assistant": True,
