@@ -30,6 +30,7 @@ NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "misc", "common"
 BORDERS = {
     "nanoserve_core/plugins.py": "a plugin's error is counted, or fails the requests it serves",
     "nanoserve_core/engine.py": "an error in a request's own `should_stop` fails that request",
+    "hf_generate_shim/lockstep.py": "what a processor raises is raised in the call that brought it",
     "adapters/nanoserve_adapters/engine_worker.py": "the engine thread: callers get the error",
     "adapters/nanoserve_adapters/testing/fake_engine.py": "as the engine: it fails that request",
 }
