@@ -110,6 +110,7 @@ class Engine:
         self._sequences: dict[int, Sequence] = {}
         self._num_stop_checks = 0  # unfinished requests with one; without any, no row is asked
         self._in_flight: deque[LaunchedStep] = deque()
+        self._num_done = 0  # of them, as far as somebody has looked
         self._run_ahead = RunAhead(runner.run_ahead, runner.max_run_ahead)
         self._ready: list[StepOutput] = []
         self._tokens: dict[int, list[int]] = {}  # by sequence: of this visit, not delivered yet
@@ -170,8 +171,8 @@ class Engine:
         """
         self._check_open()
         self._refresh_weights()
-        is_full = self._launch_ahead()
-        steps = self._commit_done(is_full) if self._in_flight else []
+        self._launch_ahead()
+        steps = self._commit_done() if self._in_flight else []
         outputs, self._ready = self._ready, []
         self._reports.finished(outputs, steps)
         return outputs
@@ -294,39 +295,51 @@ class Engine:
             old, new = self._weights_epoch - 1, self._weights_epoch
             self._plugins.observe(hooks, old_epoch=old, new_epoch=new)
 
-    def _launch_ahead(self) -> bool:
-        """Whether as many steps are launched as may be; otherwise there was nothing to launch."""
-        while len(self._in_flight) <= self._run_ahead.depth:
+    def _launch_ahead(self) -> None:
+        """Launch until as many steps are unfinished as may be, or there is nothing to launch."""
+        depth, limit = self._run_ahead.depth, self._run_ahead.most + 1
+        while len(self._in_flight) - self._num_done <= depth and len(self._in_flight) <= limit:
             plan = self._scheduler.schedule()
             events = self._scheduler.take_events()
             self._reports.note(events, self._batch_sizes.num_steps)
             if plan is None:
-                return False
+                return
             self._batch_sizes.add(len(plan.seqs))
             start_time = time.monotonic()
             in_flight = self._runner.launch(plan)
             launched = self._reports.launched(plan, in_flight, start_time, events)
             self._in_flight.append(launched)
-        return True
 
-    def _commit_done(self, is_full: bool) -> list[LaunchedStep]:
-        """Wait for the oldest launched step; commit it, and others that are done by now.
+    def _commit_done(self) -> list[LaunchedStep]:
+        """Wait for the oldest launched step; commit it, and those that are done by then.
 
         Beside busy Python threads the wait ends late (they keep the GIL), perhaps after the device
-        has run dry: `RunAhead` hears of it. ``is_full``: more steps could not have been launched.
+        has run dry: `RunAhead` hears of it. Before each commit the device gets its next step.
         """
-        steps = [self._commit_oldest()]
-        while self._in_flight and self._in_flight[0].in_flight.is_done():
+        is_full = len(self._in_flight) - self._num_done > self._run_ahead.depth
+        self._in_flight[0].in_flight.wait()
+        num_done = self._count_done()
+        if is_full:
+            self._run_ahead.note(num_done=num_done, is_dry=num_done == len(self._in_flight))
+        steps = []
+        for _ in range(num_done):
+            if self._run_ahead.depth > 0:
+                self._launch_ahead()
             steps.append(self._commit_oldest())
         self._deliver_tokens()
-        if is_full:
-            self._run_ahead.note(num_done=len(steps), is_dry=not self._in_flight)
         return steps
 
+    def _count_done(self) -> int:
+        """How many of the launched steps are done; they end in the order of their launch."""
+        in_flight = self._in_flight
+        while self._num_done < len(in_flight) and in_flight[self._num_done].in_flight.is_done():
+            self._num_done += 1
+        return self._num_done
+
     def _commit_oldest(self) -> LaunchedStep:
-        launched = self._in_flight[0]
-        result = launched.in_flight.wait()  # may be interrupted: only then is the step taken out
-        self._in_flight.popleft()
+        launched = self._in_flight.popleft()
+        self._num_done -= 1
+        result = launched.in_flight.wait()  # it is done
         self._take_in_prompt_logprobs(launched.plan, result)
         stop_errors: dict[int, BaseException] = {}
         is_plain = not (result.errors or result.logits or result.scores)

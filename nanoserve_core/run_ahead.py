@@ -27,7 +27,8 @@ class RunAhead:
     def __init__(
         self, least: int, most: int, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._least, self._most = least, most
+        self._least = least
+        self.most = most
         self._clock = clock
         self._last_visit = clock()
         self._num_in_time = 0
@@ -45,7 +46,7 @@ class RunAhead:
         if is_dry and self._least > 0:
             self._num_in_time = 0
             affordable = int(MAX_SECONDS / max(step_seconds, 1e-6))
-            self.depth = max(self._least, min(2 * self.depth, self._most, affordable))
+            self.depth = max(self._least, min(2 * self.depth, self.most, affordable))
             return
         self._num_in_time = self._num_in_time + 1 if num_done == 1 else 0
         if self._num_in_time >= PATIENCE and self.depth > self._least:

@@ -196,13 +196,13 @@ def test_new_tenants_of_the_same_slots_do_not_keep_the_groups_of_the_old() -> No
                 assert tokens_of(outputs[request.request_id]) == expected
 
 
-def test_two_steps_are_launched_before_the_oldest_is_read() -> None:
+def test_three_steps_are_launched_when_the_oldest_is_read() -> None:
     with make_engine() as engine:
         engine.add_request(request_of(0))
 
         first = engine.step()
 
-        assert len(engine._in_flight) == 2  # noqa: SLF001  # what the test is about
+        assert len(engine._in_flight) == 3  # noqa: SLF001  # what the test is about
         assert [len(output.token_ids) for output in first] == [1]
 
 
