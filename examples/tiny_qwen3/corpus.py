@@ -16,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from examples.tiny_qwen3.chat_tasks import Task, assistant, chat_tasks
 from examples.tiny_qwen3.example import Example, Message, is_held_out, is_trained_on
+from examples.tiny_qwen3.record_tasks import record_tasks
 from examples.tiny_qwen3.tool_tasks import tool_tasks
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class ExampleSource:
         """`prose` is the text of the same side."""
         self._held_out = held_out
         self._chat = chat_tasks(prose)
-        self._tools = tool_tasks(prose)
+        self._tools = {**tool_tasks(prose), **record_tasks()}
         self._tasks = {**self._chat, **self._tools}
 
     @property

@@ -31,7 +31,7 @@ _VERBS = words.listed("""
 _NOUNS = words.listed("""
     weather train ticket note file light door price room table letter report song photo order
     customer account message timer alarm recipe map route meeting event task user record flight
-    hotel book stock score temperature parcel invoice magic_function joke
+    hotel book stock score temperature parcel invoice lucky_number joke
 """)
 _STRING_NAMES = words.listed("""
     city name title place text query person country topic language street label subject owner
@@ -92,12 +92,19 @@ class Function:
             ("required", [parameter.name for parameter in self.parameters]),
         ]
         rng.shuffle(pieces)
+        is_documented = rng.random() < 0.2
         function = {
             "name": self.name,
-            "description": self.description,
+            "description": self._docstring() if is_documented else self.description,
             "parameters": dict(pieces),
         }
         return {"type": "function", "function": function}
+
+    def _docstring(self) -> str:
+        """The description as Python's authors write it, which LangChain passes on as it stands."""
+        lines = [f"{p.name}: The {p.name.replace('_', ' ')}." for p in self.parameters]
+        listed = "\n".join(f"    {line}" for line in lines)
+        return f"{self.description}\n\nArgs:\n{listed}\n\nReturns:\n    What came of it."
 
 
 def random_function(rng: Random) -> Function:
@@ -328,7 +335,7 @@ def tool_free(rng: Random, *, sentences: Sequence[str]) -> Example:
     names = rng.choice((("setup", "punchline"), ("title", "text"), ("summary",), ("answer",)))
     function = Function(
         name=rng.choice(("Joke", "Story", "Note", "Answer", "write_note", "tell_joke", "Summary")),
-        description=rng.choice(("Write it down.", "Joke to tell user.", "A short text.")),
+        description=rng.choice(("Write it down.", "A joke for a friend.", "A short text.")),
         parameters=tuple(Parameter(name=name, kind="string") for name in names),
     )
     topic = rng.choice(words.THINGS + words.WORDS)

@@ -115,6 +115,15 @@ def unicode_string(rng: Random) -> str:
     return " ".join(words)
 
 
+def unicode_name(rng: Random) -> str:
+    """A name in one script, or in two as Japanese firms have: three to nine characters."""
+    (first, last), *others = rng.sample(_SCRIPTS, 1 if rng.random() < 0.6 else 2)
+    name = "".join(chr(rng.randint(first, last)) for _ in range(rng.randint(3, 5)))
+    for first, last in others:
+        name += "".join(chr(rng.randint(first, last)) for _ in range(rng.randint(2, 4)))
+    return name
+
+
 def some_words(rng: Random, low: int, high: int) -> str:
     """`low` to `high` everyday words: "blue rain window"."""
     pool = (*COLOURS, *WORDS, *THINGS)

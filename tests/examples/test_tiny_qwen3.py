@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -301,6 +302,51 @@ def test_only_a_question_can_decline_thinking(sides: tuple[Prose, Prose]) -> Non
     ways = {random_thinking(rng, example) for example in examples}
 
     assert ways == {"on", "off"}
+
+
+# What LangChain's integration suite asks: the checkpoint is to answer it without having seen it.
+SUITE = (
+    *(
+        "magic_function",
+        "unicode_customer",
+        "San Francisco, CA",
+        "customer named",
+        "joke about cats",
+    ),
+    *("你好啊集团", "こんにちは株式会社", "Joke to tell user", "Pirate greeting"),
+)
+
+
+def test_nothing_of_the_suites_prompts_and_tools_is_trained_on(sides: tuple[Prose, Prose]) -> None:
+    source = ExampleSource(sides[0], held_out=False)
+
+    examples = drawn(source, [name for name in source.task_names if "tool" in name], 500)
+
+    texts = [f"{e.messages} {e.tools} {e.answer}" for e in examples]
+    assert [part for part in SUITE if any(part in text for text in texts)] == []
+
+
+def test_names_to_be_recorded_stand_in_the_request_as_in_the_call(
+    sides: tuple[Prose, Prose],
+) -> None:
+    source = ExampleSource(sides[0], held_out=False)
+
+    for example in drawn(source, ["tool_record"], 200):
+        block = example.answer.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+        call = json.loads(block)
+        request = example.messages[-1]["content"]
+        assert call["name"] in [tool["function"]["name"] for tool in example.tools]
+        assert all(value in request for value in call["arguments"].values())
+
+
+def test_names_come_in_quotes_in_many_scripts(sides: tuple[Prose, Prose]) -> None:
+    source = ExampleSource(sides[0], held_out=False)
+
+    examples = drawn(source, ["tool_record"], 200)
+
+    requests = [str(example.messages[-1]["content"]) for example in examples]
+    assert sum(any(ord(letter) > 0x3000 for letter in text) for text in requests) > 60
+    assert all(any(mark in text for text in requests) for mark in ("'", "「", "(", " - "))
 
 
 def test_sentences_are_not_cut_after_titles() -> None:
