@@ -91,6 +91,11 @@ def answer_spec(options: CallOptions) -> GrammarSpec | None:
     return Either(calls, document)
 
 
+def wants_grammar(options: CallOptions) -> bool:
+    """Whether the call's answer will have a grammar to compile."""
+    return answer_spec(options) is not None
+
+
 def has_grammar_backend() -> bool:
     """Whether the extra ``structured`` is installed."""
     return importlib.util.find_spec("llguidance") is not None

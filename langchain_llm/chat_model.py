@@ -15,11 +15,16 @@ from pydantic import Field
 from typing_extensions import override
 
 from langchain_llm import calls
-from langchain_llm.answer_grammar import answer_grammar, check_schemas
+from langchain_llm.answer_grammar import (
+    answer_grammar,
+    check_schemas,
+    has_grammar_backend,
+    wants_grammar,
+)
 from langchain_llm.answer_start import answer_start
 from langchain_llm.chat_call import ChatCall
 from langchain_llm.messages import to_template_messages
-from langchain_llm.options import TOOL_OPTIONS
+from langchain_llm.options import TO_THE_END, TOOL_OPTIONS
 from langchain_llm.presubmission import Presubmission, Submitted, presubmitted, take_submitted
 from langchain_llm.prompt import encode_chat, render_chat
 from langchain_llm.run_metadata import run_metadata
@@ -41,7 +46,9 @@ if TYPE_CHECKING:
     from langchain_core.tools import BaseTool
     from pydantic import BaseModel
 
+    from langchain_llm.answer_start import AnswerStart
     from langchain_llm.options import CallOptions
+    from nanoserve_core.grammar import Grammar
 
 # Named arguments of BaseChatModel.generate and what its callers add: not options of the call.
 _NOT_OPTIONS = frozenset(
@@ -141,7 +148,7 @@ class ChatNanoserve(ServedModel, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         await (await self.engine.aload()).thread.turn()
-        call = self._call(messages, self.loaded_options(stop, **kwargs), run_manager)
+        call = await self._acall(messages, self.loaded_options(stop, **kwargs), run_manager)
         return call.result(await calls.arun(self.engine, [call.request], call.options.timeout))
 
     @override
@@ -189,7 +196,7 @@ class ChatNanoserve(ServedModel, BaseChatModel):
     ) -> AsyncIterator[ChatGenerationChunk]:
         engine = await self.engine.aload()
         await engine.thread.turn()
-        call = self._call(messages, self.loaded_options(stop, **kwargs), run_manager)
+        call = await self._acall(messages, self.loaded_options(stop, **kwargs), run_manager)
         assembler = call.assembler()
         stream = engine.thread.astream(call.request, timeout_seconds=call.options.timeout)
         async with aclosing(calls.aread(stream)) as steps:
@@ -220,13 +227,12 @@ class ChatNanoserve(ServedModel, BaseChatModel):
             tokenizer, to_template_messages(messages), options.template, options.tools.shown
         )
         start = answer_start(prompt)
-        end_ids = frozenset(self.engine.thread.engine.eos_token_ids)
         request = calls.make_request(
             tokenizer,
             self.engine.encode_prompt(prompt),
             options,
             run_metadata(run_manager),
-            answer_grammar(tokenizer, options, start, end_ids),
+            self._grammar(options, start),
         )
         return ChatCall(
             request=request,
@@ -235,6 +241,24 @@ class ChatNanoserve(ServedModel, BaseChatModel):
             tokenizer=tokenizer,
             first_call_index=_V1_CALL_INDEX if self.output_version == "v1" else 0,
         )
+
+    async def _acall(
+        self,
+        messages: Sequence[BaseMessage],
+        options: CallOptions,
+        run_manager: AsyncCallbackManagerForLLMRun | None,
+    ) -> ChatCall:
+        """`_call`; where it may take long, the event loop goes on meanwhile."""
+        if wants_grammar(options) and not self.engine.has_grammars:
+            return await asyncio.to_thread(self._call, messages, options, run_manager)
+        return self._call(messages, options, run_manager)
+
+    def _grammar(self, options: CallOptions, start: AnswerStart) -> Grammar | None:
+        end_ids = frozenset(self.engine.thread.engine.eos_token_ids)
+        grammar = answer_grammar(self.engine.tokenizer, options, start, end_ids)
+        if grammar is not None:
+            self.engine.note_grammar()
+        return grammar
 
     @override
     def bind_tools(
@@ -324,10 +348,15 @@ class ChatNanoserve(ServedModel, BaseChatModel):
             video_inputs=False,
             pdf_inputs=False,
             text_outputs=True,
-            tool_calling=False,
-            structured_output=False,
-            reasoning_output=False,
+            tool_calling=True,
+            tool_choice=has_grammar_backend(),
+            tool_call_streaming=True,
+            structured_output=has_grammar_backend(),
+            reasoning_output=self.enable_thinking is not False,
         )
-        if (length := self.engine_options.get("max_model_len")) is not None:
+        if (length := self.engine.max_model_len) is not None:
             profile["max_input_tokens"] = length
+        limit = self.max_tokens if self.max_tokens not in (None, TO_THE_END) else length
+        if limit is not None:
+            profile["max_output_tokens"] = limit
         return profile

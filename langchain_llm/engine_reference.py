@@ -7,6 +7,7 @@ agents deep-copy, joblib pickles. All copies use one engine, which is loaded on 
 from __future__ import annotations
 
 import asyncio
+import json
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,6 +134,29 @@ class EngineReference:
         """Ids of a rendered conversation, long beginnings from memory; loads the engine."""
         self._require_open()
         return self._shared.encoder().encode(text)
+
+    @property
+    def has_grammars(self) -> bool:
+        """True once a grammar was compiled for the tokenizer: the first one may take seconds."""
+        return self._shared.has_grammars
+
+    def note_grammar(self) -> None:
+        """A grammar was compiled."""
+        self._shared.has_grammars = True
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The longest context in tokens, as the engine, its options or the checkpoint's folder say;
+        else None.
+        """
+        loaded = self._shared.loaded
+        if loaded is not None:
+            return loaded.thread.engine.max_model_len
+        config = Path(self.name, "config.json")
+        if "max_model_len" in self.options or not (self.is_from_path and config.is_file()):
+            return self.options.get("max_model_len")
+        length: int | None = json.loads(config.read_bytes()).get("max_position_embeddings")
+        return length
 
     def mailbox(self) -> LoopMailbox:
         """Where finished calls of the running event loop are left: one wake-up for each step."""

@@ -175,6 +175,8 @@ class SharedEngine:
     def __init__(self, source: EngineSource) -> None:
         self.source = source
         self.loaded: LoadedEngine | None = None
+        self.has_grammars = False
+        """Whether a grammar was compiled for it: the first one takes long."""
         # A number of the process would be equal in the next process and hit its cached answers.
         self.identity = source.name if source.is_from_path else f"{source.name}#{uuid.uuid4().hex}"
         self._encoder: PromptEncoder | None = None  # a race makes two, of which one stays

@@ -61,9 +61,7 @@ def tool_options(
     OpenAI's dict with it. `ConfigError` (a ValueError) for a name that no tool has.
     """
     schemas = tuple(tool_schema(tool, strict=strict) for tool in tools or ())
-    names = [schema["function"]["name"] for schema in schemas]
-    _require_different(names)
-    kind, named = _choice(choice, names)
+    kind, named = _choice(choice, [schema["function"]["name"] for schema in schemas])
     return ToolOptions(
         schemas=schemas, choice=kind, named=named, is_parallel=is_parallel is not False
     )
@@ -123,12 +121,3 @@ def _name_in(choice: Mapping[Any, Any]) -> object:  # Any: a user's dict
     if isinstance(function, dict) and "name" in function:
         return function["name"]
     return choice.get("name", choice.get("type"))
-
-
-def _require_different(names: Sequence[str]) -> None:
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(
-            f"several tools are named {', '.join(map(repr, twice))}: expected a name of its own "
-            "for each. Rename them: a call says nothing but the name."
-        )

@@ -87,18 +87,25 @@ class RealDoor(Door):
     """A random two-layer Qwen3 behind a real engine, whose answers ``script.texts`` can decide."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, *, num_blocks: int = 2000, run_ahead: int = 0
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        num_blocks: int = 2000,
+        run_ahead: int = 0,
+        max_model_len: int = 256,
+        **shape: Any,
     ) -> None:
+        """`shape`: fields of the model's ``Qwen3Config``."""
         self.script = scripted({}, tokenizer)
         self.watch = PeakWatch()
         config = EngineConfig(
             max_num_seqs=256,
-            max_model_len=256,
+            max_model_len=max_model_len,
             num_kvcache_blocks=num_blocks,
             plugins=(self.script, self.watch),
         )
         plugins = PluginManager(config.plugins, config.allowed_plugins)
-        runner = ModelRunner.create(tiny_model(), config, plugins)
+        runner = ModelRunner.create(tiny_model(**shape), config, plugins)
         self.block_size = runner.block_size
         late: Any = DelayedRunner(runner, run_ahead) if run_ahead else runner
         super().__init__(EngineThread(Engine.from_runner(late, config, plugins)), tokenizer)

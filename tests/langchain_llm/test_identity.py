@@ -17,6 +17,7 @@ from langchain_llm import ChatNanoserve, EngineReference, NanoserveLLM
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from tests.langchain_llm.doors import FakeDoor
 
@@ -301,7 +302,20 @@ def test_profile_says_what_is_served() -> None:
     profile = ChatNanoserve(model="x", engine_options={"max_model_len": 128}).profile
 
     assert profile is not None
-    assert profile["max_input_tokens"] == 128
+    assert profile["max_input_tokens"] == profile["max_output_tokens"] == 128
     assert profile["text_inputs"]
-    assert not profile["tool_calling"]
+    assert profile["tool_calling"]
+    assert profile["tool_choice"]
+    assert profile["tool_call_streaming"]
+    assert profile["structured_output"]
+    assert profile["reasoning_output"]
     assert not profile["image_inputs"]
+
+
+def test_profile_of_a_checkpoint_knows_its_context(tiny_checkpoint: Path) -> None:
+    profile = ChatNanoserve(model=tiny_checkpoint, max_tokens=7, enable_thinking=False).profile
+
+    assert profile is not None
+    assert profile["max_input_tokens"] == 2048
+    assert profile["max_output_tokens"] == 7
+    assert not profile["reasoning_output"]

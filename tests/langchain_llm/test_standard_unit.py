@@ -23,14 +23,6 @@ class TestChatNanoserveUnit(ChatModelUnitTests):
     def chat_model_params(self) -> dict[str, Any]:
         return {"model": "qwen3-tiny", "engine_options": {"max_model_len": 512}}
 
-    @property
-    def has_tool_calling(self) -> bool:
-        return False  # bind_tools refuses by name until tools are served
-
-    @property
-    def has_structured_output(self) -> bool:
-        return False
-
     @pytest.mark.xfail(
         reason="load(allowed_objects='all') only admits the packages of langchain-core's own table;"
         " with allowed_objects=[ChatNanoserve] it works, see test_identity.py"

@@ -153,11 +153,6 @@ def test_strict_closes_the_schema_and_is_not_shown_to_the_model() -> None:
     assert "strict" not in options.shown[0]["function"]
 
 
-def test_two_tools_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="'function'"):
-        tool_options([function, function])
-
-
 def test_tool_of_a_providers_server_is_refused() -> None:
     with pytest.raises(UnsupportedOption, match="web_search"):
         tool_options([{"type": "web_search"}])
