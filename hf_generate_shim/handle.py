@@ -25,6 +25,7 @@ from hf_generate_shim.outputs import assemble, assemble_lockstep
 from hf_generate_shim.paged import is_paged, plain_arguments
 from hf_generate_shim.pickers import RowPicker, pick_as_transformers, pick_largest
 from hf_generate_shim.preparation import Preparation, Prepared, SilentStreamer
+from hf_generate_shim.progress import RowProgress
 from hf_generate_shim.results import CallSink, Results
 from hf_generate_shim.route import Path, Route, decide
 from hf_generate_shim.row_streamer import RowStreamer, stream_rows
@@ -80,6 +81,7 @@ class Settings:
     rng: str
     options: Mapping[str, Any]  # Any: checked by EngineConfig
     """Engine options as named, ``plugins`` among them."""
+    progress_bar: bool = False
 
 
 class Handle:
@@ -294,7 +296,8 @@ class Handle:
         with self._lock:
             self._running |= request_ids
         try:
-            return _collect(call, task, requests, thread)
+            has_bar = self.settings.progress_bar and call.num_rows > 1
+            return _collect(call, task, requests, thread, progress_bar=has_bar)
         except BaseException:  # also a streamer that raises, and Ctrl-C
             for request_id in request_ids:
                 thread.cancel(request_id)
@@ -318,16 +321,25 @@ class Handle:
             )
 
 
-def _collect(call: SampleCall, task: Task, group: CallRequests, thread: EngineThread) -> Results:
+def _collect(
+    call: SampleCall,
+    task: Task,
+    group: CallRequests,
+    thread: EngineThread,
+    *,
+    progress_bar: bool,
+) -> Results:
     """Submit all requests of the call and wait for the last token, feeding the streamer."""
     results = Results(group)
     feed = feed_of(call.streamer, results, task)
-    sink = CallSink(len(group.requests), every_step=feed is not None)
-    thread.submit_many(group.requests, [sink] * len(group.requests))
-    for outputs in sink.read():
-        results.add(outputs)
-        if feed is not None:
-            feed.push()
+    sink = CallSink(len(group.requests), every_step=feed is not None, every_end=progress_bar)
+    with RowProgress(call.num_rows, is_shown=progress_bar) as progress:
+        thread.submit_many(group.requests, [sink] * len(group.requests))
+        for outputs in sink.read():
+            results.add(outputs)
+            progress.update(results)
+            if feed is not None:
+                feed.push()
     return results
 
 

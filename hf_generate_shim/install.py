@@ -35,18 +35,20 @@ def install(
     tokenizer: HFObject = None,
     strict: bool = False,
     rng: str = "row",
+    progress_bar: bool = False,
     plugins: Sequence[object] = (),
     **engine_options: Any,  # Any: each option is checked by EngineConfig
 ) -> Handle:
     """Serve ``model.generate`` by an engine over the model's own weights; returns the handle.
 
     ``model``: a loaded ``Qwen3ForCausalLM``; copies of it are not served. ``tokenizer``: for
-    plugins that work on text. ``strict``: raise `UnsupportedOption` where a call would otherwise
-    fall back to transformers' own loop, with one `NanoserveFallbackWarning` per reason.
-    ``rng="row"``: a call draws one number from torch's default generator, and each row has a stream
-    of its own. ``rng="hf"``: a sampled call draws as transformers does, so that it gives the same
-    tokens under `torch.manual_seed`; its rows then run in lockstep. ``engine_options``: the fields
-    of `EngineConfig`; ``max_model_len`` is the model's own limit by default.
+    `Handle.stream`, and for plugins that work on text. ``strict``: raise `UnsupportedOption` where
+    a call would otherwise fall back to transformers' own loop, with one `NanoserveFallbackWarning`
+    per reason. ``rng="row"``: a call draws one number from torch's default generator, and each row
+    has a stream of its own. ``rng="hf"``: a sampled call draws as transformers does, so that it
+    gives the same tokens under `torch.manual_seed`; its rows then run in lockstep.
+    ``progress_bar``: count the rows of a batch as they end. ``engine_options``: the fields of
+    `EngineConfig`; ``max_model_len`` is the model's own limit by default.
 
     Cheap: weights are shared and K/V memory is taken at the first call that the engine serves.
     Installing a model again with the same arguments returns its handle; with others it raises
@@ -56,7 +58,9 @@ def install(
     _require_rng(rng)
     options = {**engine_options, **({"plugins": tuple(plugins)} if plugins else {})}
     EngineConfig.from_options(**options)
-    settings = Settings(tokenizer=tokenizer, strict=strict, rng=rng, options=options)
+    settings = Settings(
+        tokenizer=tokenizer, strict=strict, rng=rng, options=options, progress_bar=progress_bar
+    )
     handle = QWEN3.attach(model, Handle(model, settings))
     if handle.settings != settings:
         raise ConfigError(

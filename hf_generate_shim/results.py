@@ -24,14 +24,17 @@ if TYPE_CHECKING:
 class CallSink:
     """The sink of all requests of one call; `read` waits for their outputs on the caller's thread.
 
-    ``every_step`` hands over the news of each step (for a streamer); else the caller is woken once,
-    at the end: a wake-up per step would cost the engine's thread a turn of the interpreter lock.
+    The caller is woken after each step (for a streamer), when a sample has ended (to count them),
+    or once, at the end: a wake-up costs the engine's thread a turn of the interpreter lock.
     """
 
-    def __init__(self, num_requests: int, *, every_step: bool) -> None:
+    def __init__(
+        self, num_requests: int, *, every_step: bool = False, every_end: bool = False
+    ) -> None:
         self._num_requests = num_requests
         self._num_open = num_requests
         self._every_step = every_step
+        self._every_end = every_end
         self._held: list[StepOutput] = []
         self._arrived: SimpleQueue[list[StepOutput] | BaseException] = SimpleQueue()
 
@@ -39,10 +42,13 @@ class CallSink:
         """Store one step's outputs; on the engine's thread."""
         self._held += outputs
         self._num_open -= sum(output.request_finished for output in outputs)
-        failed = any(output.finish_reason is FinishReason.ERROR for output in outputs)
-        if self._every_step or failed or self._num_open <= 0:
+        if self._every_step or self._num_open <= 0 or self._is_news(outputs):
             self._arrived.put(self._held)
             self._held = []
+
+    def _is_news(self, outputs: list[StepOutput]) -> bool:
+        reasons = {output.finish_reason for output in outputs} - {None}
+        return bool(reasons) if self._every_end else FinishReason.ERROR in reasons
 
     def fail(self, error: BaseException) -> None:
         """The engine has ended; on its thread."""
@@ -90,6 +96,11 @@ class Results:
         samples = self._samples.values()
         running = [len(sample.token_ids) for sample in samples if not sample.is_finished]
         return min(running) if running else max(len(sample.token_ids) for sample in samples)
+
+    @property
+    def num_finished_rows(self) -> int:
+        """Rows of the output that have ended."""
+        return sum(row.is_finished for row in self.rows)
 
     def add(self, outputs: Sequence[StepOutput]) -> None:
         """Sort in one delivery. Raises `RequestFailed` when a request failed or was cancelled."""
