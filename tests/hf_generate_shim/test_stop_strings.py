@@ -179,8 +179,8 @@ def both(model: Qwen3ForCausalLM, **options: object) -> tuple[torch.Tensor, torc
     expected = model.generate(**call)
     with hf_generate_shim.installed(model, num_kvcache_blocks=64) as handle:
         output = model.generate(**call)
-        counters = handle.counters
-    return expected, output, {"fast": counters.fast, "fallback": counters.fallback}
+        counters = vars(handle.counters)
+    return expected, output, {path: counters[path] for path in ("fast", "lockstep", "fallback")}
 
 
 def test_rows_of_a_batch_stop_at_their_own_steps(model: Qwen3ForCausalLM, texts: Texts) -> None:
@@ -191,7 +191,7 @@ def test_rows_of_a_batch_stop_at_their_own_steps(model: Qwen3ForCausalLM, texts:
 
     assert output.tolist() == expected.tolist()
     assert output[0, -1] == PAD
-    assert counters == {"fast": 1, "fallback": 0}
+    assert counters == {"fast": 1, "lockstep": 0, "fallback": 0}
 
 
 def prompt_before_ascii(model: Qwen3ForCausalLM) -> tuple[list[int], str]:
@@ -238,18 +238,17 @@ def test_streamer_and_scores_end_with_the_stopping_token(
     assert counters["fast"] == 1
 
 
-def test_rows_without_an_end_of_sequence_id_are_left_to_transformers(
+def test_rows_without_an_end_of_sequence_id_run_on_until_all_have_stopped(
     model: Qwen3ForCausalLM, texts: Texts
 ) -> None:
-    """There a row that has stopped runs on until all have."""
-    _, stop = ascii_run(texts, 0)
+    stops = [ascii_run(texts, row)[1] for row in range(3)]
     options = batch(*(row for row, _ in texts))
-    explained: Options = {**options, "stop_strings": stop, "tokenizer": tiny_tokenizer()}
 
-    with hf_generate_shim.installed(model, num_kvcache_blocks=64):
-        explanation = hf_generate_shim.explain(model, **explained, max_new_tokens=4)
+    expected, output, counters = both(model, **options, stop_strings=stops, max_new_tokens=60)
 
-    assert [reason.option for reason in explanation.reasons] == ["stop_strings"]
+    assert output.tolist() == expected.tolist()
+    assert output.shape[1] < options["input_ids"].shape[1] + 60
+    assert counters == {"fast": 0, "lockstep": 1, "fallback": 0}
 
 
 def test_stop_strings_and_a_time_limit_work_together(model: Qwen3ForCausalLM, texts: Texts) -> None:
