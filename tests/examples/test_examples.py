@@ -14,7 +14,9 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LIMIT_SECONDS = 100  # below the limit on a test, so that what the example printed is shown
 
 # Arguments an example needs besides --model to be quick on a CPU.
-MORE_ARGUMENTS: dict[str, list[str]] = {}
+MORE_ARGUMENTS: dict[str, list[str]] = {
+    "chat_service.py": ["--users", "12", "--arrival-seconds", "0.2", "--reading-seconds", "0.1"],
+}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import random
 import signal
 import threading
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from langchain_core.output_parsers import StrOutputParser
 
-from nanoserve_adapters.testing import AdmissionGate, settle
+from nanoserve_adapters.testing import AdmissionGate
 from nanoserve_core import EngineClosed, EngineDead, RequestFailed
 from tests.langchain_llm.doors import SayText
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
     from langchain_llm import ChatNanoserve, NanoserveLLM
     from nanoserve_core.request import Request
-    from tests.langchain_llm.doors import FakeDoor, RealDoor
+    from tests.langchain_llm.doors import FakeDoor
 
 LONG = 2000
 """Tokens of an answer that nobody waits for to the end."""
@@ -346,40 +345,6 @@ def test_dead_engine_fails_the_call_with_the_cause(make_fake: Callable[..., Fake
         door.chat().invoke("hi")
 
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
-def test_storm_of_cancelled_calls_leaves_no_block_behind(real: RealDoor) -> None:
-    chat, llm = real.chat(max_tokens=60), real.llm(max_tokens=60)
-    dice = random.Random(0)
-
-    async def leave_early(number: int) -> None:
-        model: Any = dice.choice([chat, llm])
-        prompt = f"call {number % 7} " + "shared words " * (number % 3)
-        if number % 2:
-            stream = model.astream(prompt)
-            for _ in range(dice.randrange(1, 6)):
-                await anext(stream)
-            await stream.aclose()
-        else:
-            task = asyncio.ensure_future(model.ainvoke(prompt))
-            for _ in range(dice.randrange(0, 300)):
-                await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def storm() -> None:
-        survivor = asyncio.ensure_future(chat.ainvoke("the survivor"))
-        await asyncio.gather(*(leave_early(number) for number in range(120)))
-        survivors.append((await survivor).text)
-
-    alone = chat.invoke("the survivor").text
-    survivors: list[str] = []
-
-    asyncio.run(storm())
-
-    settle(real.thread)
-    real.assert_nothing_left()
-    assert survivors == [alone]
 
 
 def test_generate_that_fails_half_way_cancels_what_it_submitted(
