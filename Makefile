@@ -27,7 +27,7 @@ test: setup ## run the whole CPU test suite
 
 wild: setup ## tests with accelerate, PEFT, TRL and lm-evaluation-harness, which it installs into .venv
 	@$(PYTHON) .ci/bootstrap.py --venv $(VENV) --extra wild
-	@$(BIN)/python -m pytest tests/wild $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests/hf_generate_shim/wild $(PYTEST_ARGS)
 
 hf-conformance: setup ## transformers' own generation tests, served: TRANSFORMERS=path of a checkout
 	@test -d "$(TRANSFORMERS)/tests/generation" || { \

@@ -6,7 +6,9 @@ wrapped, replaced, quantised or moved away. It reads the module and changes noth
 
 from __future__ import annotations
 
+import inspect
 import weakref
+from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 _HF_MODULE = "transformers.models.qwen3.modeling_qwen3"
 _CAPTURE_HOOKS = "transformers.utils.output_capturing"
 _GRADIENT_HOOK = ("transformers.modeling_utils", "make_inputs_require_grads")
+_FUSED_HEAD = ("trl.trainer.utils", "_fused_forward")
 _PLAIN_TYPES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -74,7 +77,8 @@ def _state_of(module: HFModule) -> list[object]:
         attributes = each.__dict__
         children, parameters = attributes["_modules"], attributes["_parameters"]
         hooks, pre_hooks = attributes["_forward_hooks"], attributes["_forward_pre_hooks"]
-        state += (id(each), type(each), "forward" in attributes, len(children), *parameters)
+        forward = attributes.get("forward")
+        state += (id(each), type(each), id(forward), len(children), *parameters)
         if hooks or pre_hooks:
             state += (*map(id, hooks.values()), *map(id, pre_hooks.values()))
         for parameter in parameters.values():
@@ -116,7 +120,7 @@ def _reasons(module: HFModule) -> Iterator[str]:
 
 
 def _reasons_of_child(name: str, child: nn.Module) -> Iterator[str]:
-    if "forward" in child.__dict__:
+    if _is_replaced(child):
         yield f"forward of {name} is replaced on the instance"
     if hasattr(child, "parametrizations"):
         yield f"{name} has parametrizations"
@@ -125,6 +129,29 @@ def _reasons_of_child(name: str, child: nn.Module) -> Iterator[str]:
     hooks = [*child._forward_hooks.values(), *child._forward_pre_hooks.values()]  # noqa: SLF001  torch has no reader
     if not all(map(_changes_no_output, hooks)):
         yield f"{name} has forward hooks"
+
+
+def _is_replaced(child: nn.Module) -> bool:
+    """Whether the instance has a forward that may compute something else than its class's."""
+    own = child.__dict__.get("forward")
+    return own is not None and not _is_own(own, child)
+
+
+def _is_own(forward: object, child: nn.Module) -> bool:
+    """True for a bound copy of the class's method, decorated, compiled or not, and for TRL's head
+    around one: asked for logits, as generation does, it calls the forward that it found.
+    """
+    forward = getattr(forward, "_torchdynamo_orig_callable", forward)
+    if not isinstance(forward, MethodType) or forward.__self__ is not child:
+        return False
+    function: HFModule = forward.__func__
+    code, names = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    if code is not None and (names.get("__name__"), code.co_name) == _FUSED_HEAD:
+        return _is_own(inspect.getclosurevars(function).nonlocals.get("original_forward"), child)
+    known: HFModule = type(child).forward
+    while known is not None and known is not function:
+        known = getattr(known, "__wrapped__", None)
+    return known is not None
 
 
 def _changes_no_output(hook: object) -> bool:

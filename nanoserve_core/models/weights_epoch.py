@@ -15,10 +15,11 @@ gradients                             a backward pass, whatever the optimizer do
 sampled values                        fused optimizers of others, ``param.data`` writes
 ====================================  =============================================================
 
-Values are only sampled while some parameter requires grad: a frozen module is not written through
-``.data`` by a trainer, and ``Engine.weights_changed`` is there for those who do it by hand. A write
-to a few elements that hits no sample goes unseen too. The module is watched from outside: nothing
-of it is changed, and it is not kept alive.
+Values are sampled on a CPU, and elsewhere while some parameter requires grad. Reading samples of a
+frozen module on a GPU would wait for the device at every request, to see what only a write through
+``.data`` by hand does to it (PEFT merges an adapter in this way): ``Engine.weights_changed`` says
+so. A write to a few elements that hits no sample goes unseen too. The module is watched from
+outside: nothing of it is changed, and it is not kept alive.
 """
 
 from __future__ import annotations
@@ -131,8 +132,8 @@ class WeightsEpoch:
         return self._steps.count, versions, gradients
 
     def _read_samples(self) -> list[Tensor] | None:
-        """The sampled values, one tensor per dtype; None while no parameter requires grad."""
-        if not any(tensor.requires_grad for tensor in self._tensors):
+        """The sampled values, one tensor per dtype; None for frozen weights off the CPU."""
+        if not any(each.requires_grad or each.device.type == "cpu" for each in self._tensors):
             return None
         return [torch.cat(views) for views in self._sample_views]
 
@@ -151,7 +152,7 @@ def _sample_views(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def _are_unchanged(old: list[Tensor] | None, new: list[Tensor] | None) -> bool:
     if old is None or new is None:
-        return new is None  # what was written before sampling began is not known
+        return old is new  # what was written while nobody looked is not known
     return all(torch.equal(a, b) for a, b in zip(old, new, strict=True))
 
 

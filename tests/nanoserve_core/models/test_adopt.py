@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import re
 import weakref
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -218,6 +220,38 @@ def test_hooks_that_transformers_installs_for_itself_are_no_obstacle() -> None:
     assert ineligible_reason(model) is None
 
 
+@pytest.mark.parametrize("form", ["decorated", "bare", "compiled"])
+def test_own_method_kept_on_the_instance_is_no_obstacle(form: str) -> None:
+    model = random_model()
+    forward = type(model).forward
+
+    model.forward = MethodType(inspect.unwrap(forward) if form == "bare" else forward, model)
+    if form == "compiled":
+        model.forward = torch.compile(model.forward, backend="eager")
+
+    assert ineligible_reason(model) is None
+
+
+TRL_HEAD = """
+def add(original_forward):
+    def _fused_forward(self, *args, fused_lm_head=False, **kwargs):
+        return original_forward(*args, **kwargs)
+    return _fused_forward
+"""
+
+
+@pytest.mark.parametrize("is_plain_inside", [True, False])
+def test_head_that_trl_adds_is_as_good_as_what_it_stands_around(is_plain_inside: bool) -> None:
+    model = random_model()
+    names: dict[str, Any] = {"__name__": "trl.trainer.utils"}  # Any: what runs in a module
+    exec(TRL_HEAD, names)
+
+    inner = model.forward if is_plain_inside else lambda **_: None
+    model.forward = MethodType(names["add"](inner), model)
+
+    assert (ineligible_reason(model) is None) == is_plain_inside
+
+
 def test_subclass_that_keeps_forward_is_eligible() -> None:
     class Mine(Qwen3ForCausalLM):
         """A user's class with methods of its own."""
@@ -278,6 +312,11 @@ def forward_on_an_instance(model: Qwen3ForCausalLM) -> None:
 @unusual("forward of the model is replaced")
 def forward_on_the_model(model: Qwen3ForCausalLM) -> None:
     model.forward = lambda **_: None
+
+
+@unusual("forward of model.layers.0.mlp is replaced")
+def forward_of_another_instance(model: Qwen3ForCausalLM) -> None:
+    model.model.layers[0].mlp.forward = model.model.layers[1].mlp.forward
 
 
 @unusual("model.layers.1 has forward hooks")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import MethodType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -141,6 +142,18 @@ def test_model_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     memory.reason()
 
     assert len(looks) == 1
+
+
+def test_forward_is_looked_at_anew_where_a_harmless_one_stood() -> None:
+    model = new_model()
+    model.forward = MethodType(type(model).forward, model)
+    eligibility = Eligibility(model)
+    first = eligibility.reason()
+
+    model.forward = lambda **_: None
+
+    assert first is None
+    assert "forward of the model is replaced" in (eligibility.reason() or "")
 
 
 def test_undone_change_makes_it_eligible_again() -> None:

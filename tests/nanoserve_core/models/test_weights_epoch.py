@@ -232,15 +232,31 @@ def test_nan_equals_itself(watched: Watched) -> None:
     assert epoch.check() is WeightsChange.NONE
 
 
-def test_frozen_weights_are_not_sampled_but_writes_that_count_are_seen(watched: Watched) -> None:
+@pytest.mark.parametrize("write", [write_through_data, write_under_no_grad])
+def test_writes_into_frozen_weights_are_seen_on_a_cpu(write: Change, watched: Watched) -> None:
     model = frozen(random_model())
     epoch = watched(model)
 
-    write_through_data(model)
-    unseen = epoch.check()
-    write_under_no_grad(model)
+    write(model)
 
-    assert unseen is WeightsChange.NONE
+    assert epoch.check() is WeightsChange.VALUES
+    assert epoch.check() is WeightsChange.NONE
+
+
+def test_frozen_weights_elsewhere_are_not_read(watched: Watched) -> None:
+    epoch = watched(frozen(random_model()).to("meta"))  # which has no values
+
+    assert epoch.check() is WeightsChange.NONE
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_write_behind_a_change_of_requires_grad_is_seen(is_frozen: bool, watched: Watched) -> None:
+    model = random_model().requires_grad_(not is_frozen)
+    epoch = watched(model)
+
+    model.requires_grad_(is_frozen)  # as PEFT does when it wraps a model
+    write_through_data(model)
+
     assert epoch.check() is WeightsChange.VALUES
 
 
@@ -253,16 +269,6 @@ def test_step_of_any_optimizer_counts_because_copies_follow(watched: Watched) ->
 
     optimizer.step()
     average.lm_head.weight.data.mul_(0.9)
-
-    assert epoch.check() is WeightsChange.VALUES
-
-
-def test_weights_that_become_trainable_are_assumed_changed(watched: Watched) -> None:
-    model = frozen(random_model())
-    epoch = watched(model)
-
-    model.requires_grad_(True)
-    write_through_data(model)
 
     assert epoch.check() is WeightsChange.VALUES
 
