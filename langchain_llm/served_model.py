@@ -178,7 +178,10 @@ class ServedModel(BaseLanguageModel):  # type: ignore[type-arg]  # the two subcl
         return stats
 
     def warmup(self) -> None:
-        """Load the engine and generate one token, so that the first call finds everything ready."""
+        """Load the engine, make it ready (`Engine.warmup`) and generate one token, so that the
+        first call waits for nothing.
+        """
+        self.engine.thread.call(lambda engine: engine.warmup())
         request = Request(
             request_id=f"warmup-{uuid.uuid4().hex}",
             prompt_token_ids=(0,),

@@ -14,7 +14,6 @@ neighbours get the same tokens either way.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from nanoserve_core.compile_ahead import compiling_only
 from nanoserve_core.cuda_graphs import PlainCalls, StepGraphs, bucket_of, buckets_for
 from nanoserve_core.cuda_outcomes import MAX_UNREAD_STEPS, Outcomes
 from nanoserve_core.cuda_stream import CudaStream, Uploads
@@ -34,12 +34,14 @@ from nanoserve_core.layers.attention import ForwardBatch
 from nanoserve_core.model_runner import ModelRunner, plain_torch
 from nanoserve_core.models.decode_step import DecodeStep
 from nanoserve_core.models.qwen3 import Qwen3Model
-from nanoserve_core.prompt_inputs import PromptInputs, num_prompt_ints
+from nanoserve_core.prompt_inputs import PromptInputs, PromptShape, num_prompt_ints
 from nanoserve_core.sampler import Sampler
 from nanoserve_core.step_inputs import StepInputs
+from nanoserve_core.step_parts import StepPart, Then, first_parts, usual_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -53,7 +55,6 @@ if TYPE_CHECKING:
     from nanoserve_core.models.source import ModelSource
     from nanoserve_core.plan import ScheduledSeq, StepPlan
     from nanoserve_core.plugins import PluginManager
-    from nanoserve_core.prompt_inputs import PromptShape
     from nanoserve_core.request import PositionLogprobs
     from nanoserve_core.step_inputs import StepBatch
 
@@ -62,16 +63,6 @@ GRAPH_NBYTES = 512 << 20
 
 
 _NOTHING = np.zeros(0, dtype=np.int32)
-
-
-class _Then(Enum):
-    """What a captured part does with its logits."""
-
-    NOTHING = "nothing"
-    """The host's sampler goes on."""
-    SAMPLE = "sample"
-    FILTER = "filter"
-    """Sample, some rows behind a cut (top-k, top-p, min-p)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +76,9 @@ class StepTools:
     use_pdl: bool
     pack_size: int = 1
     """Decode rows whose shared blocks the backend reads once."""
+    compiling_only: Callable[[], AbstractContextManager[None]] | None = None
+    """Within it, ops compile their kernels and do not run; None where there is nothing to compile.
+    """
 
 
 class CudaRunner(ModelRunner):
@@ -166,6 +160,30 @@ class CudaRunner(ModelRunner):
                 return self._launch_for_host_sampler(plan)
             return self._launch_captured(plan)
 
+    def warmup(self, *, max_num_seqs: int, max_prompt_tokens: int) -> int:
+        """See `ModelRunner.warmup`: steps of nothing but padding."""
+        if self._wishes.all_steps:
+            return 0
+        parts = usual_parts(
+            self._buckets,
+            self._prompt_inputs.shapes(max_prompt_tokens),
+            max_num_rows=max_num_seqs,
+            can_share=self._tools.pack_size > 1,
+        )
+        self._compile(parts)
+        with plain_torch(self._device.type), self._stream.entered():
+            for part in parts:
+                self._run_padding(part)
+            mark = self._stream.make_mark()
+            self._stream.set(mark)
+            mark.wait()
+        return len(parts)
+
+    def compile_for_first_tokens(self) -> None:
+        """Have ready what a first prompt and its next tokens need; runs nothing."""
+        if not self._wishes.all_steps:
+            self._compile(first_parts(self._prompt_inputs.shapes(self._max_num_tokens)))
+
     def close(self) -> None:
         """See `ModelRunner.close`."""
         if self._is_closed:
@@ -197,7 +215,7 @@ class CudaRunner(ModelRunner):
         parts: list[Tensor] = []
         order = self._send_rows(decode)
         if decode:
-            self._run_decode(decode, _Then.NOTHING)
+            self._run_decode(decode, Then.NOTHING)
             logits = self._sampling.logits[: len(decode)]
             if order is not None:
                 (places,) = self._send([np.argsort(order)])
@@ -206,7 +224,7 @@ class CudaRunner(ModelRunner):
                 logits = logits.clone()  # the prompts' logits come to the same memory
             parts.append(logits)
         if prompts:
-            self._run_prompts(prompts, _Then.NOTHING)
+            self._run_prompts(prompts, Then.NOTHING)
             parts.append(self._sampling.logits[: sum(seq.samples for seq in prompts)])
         logits = torch.cat(parts) if len(parts) > 1 else parts[0]
         return self._sample_on_host(plan, logits, {})
@@ -260,16 +278,14 @@ class CudaRunner(ModelRunner):
         self._rows.send()
         return self._rows.order if decode else None
 
-    def _then(self, seqs: tuple[ScheduledSeq, ...]) -> _Then:
-        return _Then.FILTER if self._wishes.have_filters(seqs) else _Then.SAMPLE
+    def _then(self, seqs: tuple[ScheduledSeq, ...]) -> Then:
+        return Then.FILTER if self._wishes.have_filters(seqs) else Then.SAMPLE
 
-    def _run_decode(self, seqs: tuple[ScheduledSeq, ...], then: _Then) -> None:
+    def _run_decode(self, seqs: tuple[ScheduledSeq, ...], then: Then) -> None:
         bucket = bucket_of(len(seqs), self._buckets)
-        is_packed = self._rows.order is not None
-        function = partial(self._decode, bucket, is_packed, then)
-        self._tools.replays.run((bucket, is_packed, then), function)
+        self._replay(StepPart(bucket, self._rows.order is not None, then))
 
-    def _decode(self, num_rows: int, is_packed: bool, then: _Then) -> None:
+    def _decode(self, num_rows: int, is_packed: bool, then: Then) -> None:
         """What is captured of the decode rows."""
         pdl = self._tools.use_pdl
         self._rows.receive(pdl=pdl)
@@ -277,10 +293,10 @@ class CudaRunner(ModelRunner):
         self._rows.gather(rows, pdl=pdl)
         logits = self._sampling.logits[:num_rows]
         self._decode_step.run(rows, self._kv_cache, logits)
-        if then is not _Then.NOTHING:
-            self._sampling.run(logits, rows, has_filters=then is _Then.FILTER, pdl=pdl)
+        if then is not Then.NOTHING:
+            self._sampling.run(logits, rows, has_filters=then is Then.FILTER, pdl=pdl)
 
-    def _run_prompts(self, seqs: tuple[ScheduledSeq, ...], then: _Then) -> None:
+    def _run_prompts(self, seqs: tuple[ScheduledSeq, ...], then: Then) -> None:
         """Chunks of prompts. The tokens of those that end their prompt are the first of the ring's
         entry, and so are their logits.
         """
@@ -289,10 +305,9 @@ class CudaRunner(ModelRunner):
         shape = self._prompt_inputs.shape_of(num_tokens, len(seqs))
         is_long = num_tokens == self._max_num_tokens == seqs[0].end
         self._prompt_inputs.send(step, np.array([seq.slot for seq in seqs]), shape)
-        function = partial(self._prompts, shape, is_long, then)
-        self._tools.replays.run((shape, is_long, then), function)
+        self._replay(StepPart(shape, is_long, then))
 
-    def _prompts(self, shape: PromptShape, is_long: bool, then: _Then) -> None:
+    def _prompts(self, shape: PromptShape, is_long: bool, then: Then) -> None:
         """What is captured of prompts. ``is_long``: the step is the first of a long prompt."""
         self._rows.receive()
         inputs = self._prompt_inputs.tensors(shape)
@@ -314,10 +329,42 @@ class CudaRunner(ModelRunner):
         logits = self._sampling.logits[: shape.num_rows]
         assert isinstance(self._model, Qwen3Model), "others are not captured"
         self._model.logits(hidden_states, inputs.logits_indices, out=logits)
-        if then is not _Then.NOTHING:
+        if then is not Then.NOTHING:
             rows = self._rows.loose_rows(inputs.sampled_slots)
             self._rows.gather(rows)
-            self._sampling.run(logits, rows, has_filters=then is _Then.FILTER)
+            self._sampling.run(logits, rows, has_filters=then is Then.FILTER)
+
+    def _replay(self, part: StepPart) -> None:
+        self._tools.replays.run(part, self._function(part))
+
+    def _function(self, part: StepPart) -> Callable[[], None]:
+        size, is_special, then = part
+        if isinstance(size, PromptShape):
+            return partial(self._prompts, size, is_special, then)
+        return partial(self._decode, size, is_special, then)
+
+    def _compile(self, parts: list[StepPart]) -> None:
+        if self._tools.compiling_only is not None:
+            with (
+                plain_torch(self._device.type),
+                self._stream.entered(),
+                self._tools.compiling_only(),
+            ):
+                for part in parts:
+                    self._function(part)()
+
+    def _run_padding(self, part: StepPart) -> None:
+        """Writes no K/V and no slot. It takes its place among the steps, like any other."""
+        self._outcomes.make_room()
+        if isinstance(part.size, PromptShape):
+            self._rows.send()
+            self._prompt_inputs.send_padding(part.size)
+        else:
+            self._rows.set_decode_rows([], part.size, self._inputs.tables_of)
+            self._rows.send()
+        self._replay(part)
+        self._sampling.next_tokens()
+        self._outcomes.take([]).wait()
 
     def _upload(
         self, seqs: tuple[ScheduledSeq, ...], *, num_decode_seqs: int
@@ -447,8 +494,10 @@ def create_cuda_runner(
             replays=replays,
             use_pdl=use_pdl,
             pack_size=TritonAttention.pack_size(source.spec),
+            compiling_only=compiling_only,
         )
         runner = CudaRunner(source, config, plugins, tools)
+        runner.compile_for_first_tokens()
         torch.cuda.synchronize(source.device)  # what was filled on the caller's stream is there
         return runner
 

@@ -177,6 +177,23 @@ class Engine:
         self._reports.finished(outputs, steps)
         return outputs
 
+    def warmup(self, *, max_num_seqs: int | None = None, max_prompt_tokens: int = 512) -> int:
+        """Compile and capture now what steps would compile and capture when they first come.
+
+        On a CUDA device: for up to ``max_num_seqs`` decoding sequences (None: the config's), and
+        for steps of up to ``max_prompt_tokens`` tokens of prompts. It may be called at any time
+        between steps, changes no result, and returns when the device is ready. Gives the number of
+        step sizes made ready: 0 on a CPU, where there is nothing to do.
+        """
+        self._check_open()
+        most = self.config.max_num_seqs if max_num_seqs is None else max_num_seqs
+        if most < 1 or max_prompt_tokens < 0:
+            raise ConfigError(
+                f"max_num_seqs={most}, max_prompt_tokens={max_prompt_tokens} cannot be made ready: "
+                "expected at least 1 sequence and 0 tokens. Leave them out for the usual sizes."
+            )
+        return self._runner.warmup(max_num_seqs=most, max_prompt_tokens=max_prompt_tokens)
+
     def weights_changed(self) -> None:
         """Tell that the weights were changed: nothing cached before is used for new requests.
 

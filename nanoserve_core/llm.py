@@ -131,6 +131,13 @@ class LLM:
         token_ids = [self.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
         return self.generate(token_ids, sampling_params, use_tqdm)
 
+    def warmup(self, *, max_num_seqs: int | None = None, max_prompt_tokens: int = 512) -> int:
+        """Compile and capture now what the first calls would wait for: see `Engine.warmup`."""
+        with self._lock:
+            return self._engine.warmup(
+                max_num_seqs=max_num_seqs, max_prompt_tokens=max_prompt_tokens
+            )
+
     def weights_changed(self) -> None:
         """Tell the engine that the weights were changed: nothing cached before is used again."""
         self._engine.weights_changed()

@@ -204,6 +204,11 @@ class ModelRunner:
                 self._use(adoption.weights)
         return adoption.epoch
 
+    def warmup(self, *, max_num_seqs: int, max_prompt_tokens: int) -> int:
+        """Have ready what steps need: see `Engine.warmup`. Gives the number of sizes made ready."""
+        del max_num_seqs, max_prompt_tokens
+        return 0
+
     def close(self) -> None:
         """Give the memory back. An adopted module keeps its weights and works as before.
         Idempotent.

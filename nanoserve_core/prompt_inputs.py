@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from nanoserve_core.cuda_stream import Uploads
@@ -28,6 +31,7 @@ ROWS = (1, 8, 64)
 """A padding row costs its share of the head (75 us for all of the first 64, 0.6B on an H200)."""
 _ALIGNMENT = 4
 """Ints: 16 bytes, which is what kernels may take for granted of a pointer."""
+_NOTHING = np.zeros(0, dtype=np.int32)
 
 
 class PromptShape(NamedTuple):
@@ -68,6 +72,15 @@ class PromptInputs:
         self._memory = torch.zeros(num_ints, dtype=torch.int32, device=device)
         self._views: dict[PromptShape, PromptTensors] = {}
 
+    def shapes(self, max_num_tokens: int) -> list[PromptShape]:
+        """Those of up to so many tokens, without rows that could not all have a token."""
+        return [
+            PromptShape(num_tokens, num_rows)
+            for num_tokens in self._token_counts
+            for num_rows in self._row_counts
+            if num_rows <= num_tokens <= max_num_tokens
+        ]
+
     def shape_of(self, num_tokens: int, num_rows: int) -> PromptShape:
         """The smallest shape that holds so much."""
         return PromptShape(
@@ -78,20 +91,27 @@ class PromptInputs:
     def send(self, step: StepBatch, slots: IntArray, shape: PromptShape) -> None:
         """Bring a step to the device, in one copy. ``slots``: [rows] of all its rows."""
         host = step.forward
-        num_tokens = host.num_tokens
         parts = (
-            (host.token_ids.numpy(), 0),
-            (host.positions.numpy(), 0),
-            (host.slot_mapping.numpy(), -1),
-            (host.host_query_start, num_tokens),
-            (host.host_kv_lens, 0),
-            (slots, 0),
-            (host.logits_indices.numpy(), 0),
-            (step.sampled_slots, -1),
+            host.token_ids.numpy(),
+            host.positions.numpy(),
+            host.slot_mapping.numpy(),
+            host.host_query_start,
+            host.host_kv_lens,
+            slots,
+            host.logits_indices.numpy(),
+            step.sampled_slots,
         )
+        self._send(parts, shape, num_tokens=host.num_tokens)
+
+    def send_padding(self, shape: PromptShape) -> None:
+        """Bring a step to the device that is nothing but padding, to try the shape out."""
+        self._send([_NOTHING] * len(_sizes(shape)), shape, num_tokens=0)
+
+    def _send(self, parts: Sequence[IntArray], shape: PromptShape, *, num_tokens: int) -> None:
         ends = _ends(shape)
         piece = self._uploads.piece(ends[-1])
-        for (values, padding), start, end in zip(parts, (0, *ends), ends, strict=False):
+        paddings = (0, 0, -1, num_tokens, 0, 0, 0, -1)
+        for values, padding, start, end in zip(parts, paddings, (0, *ends), ends, strict=False):
             piece[start : start + len(values)] = values
             piece[start + len(values) : end] = padding
         self._uploads.send(self._memory, ends[-1])

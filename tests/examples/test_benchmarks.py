@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
 
@@ -39,3 +38,17 @@ def test_chains_on_a_device_are_measured_on_every_route(
     for route in ("bare engine", "gather(ainvoke)", "gather(astream)", "batch", "one by one"):
         assert f"   4    0 {route}" in printed
     assert "largest batch 4" in printed
+
+
+@pytest.mark.parametrize("route", ["start", "attach"])
+def test_a_start_is_timed_from_its_beginning_to_the_first_token(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, route: str
+) -> None:
+    options = ["--child", route, "--tiny", "--device", "cpu", "--checkpoint", str(tmp_path)]
+    run(monkeypatch, "start_gpu.py", *options, "--child", "save")
+
+    run(monkeypatch, "start_gpu.py", *options)
+
+    seconds = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert seconds["first token"] > seconds["token"] > 0
+    assert seconds["again"] > 0

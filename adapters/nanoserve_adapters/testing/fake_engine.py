@@ -168,6 +168,11 @@ class FakeEngine:
                 self._advance(sample, outputs)
         return outputs
 
+    def warmup(self) -> int:
+        """Nothing to make ready."""
+        self._require_open()
+        return 0
+
     def weights_changed(self) -> None:
         """Count it."""
         self._weights_epoch += 1
