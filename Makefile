@@ -9,12 +9,13 @@ BENCH_ARGS ?=
 TRANSFORMERS ?=
 
 BIN := $(VENV)/bin
+OLDEST_TESTS := tests/hf_generate_shim tests/parity tests/nanoserve_core/test_llm.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test wild hf-conformance lint format bench clean distclean
+.PHONY: help setup demo test test-oldest wild hf-conformance lint format bench clean distclean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## make or update the virtual environment (.venv); does nothing when it is up to date
 	@$(PYTHON) .ci/bootstrap.py --venv $(VENV)
@@ -24,6 +25,10 @@ demo: setup ## run the demo: the three doors on the shipped tiny checkpoint
 
 test: setup ## run the whole CPU test suite
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-oldest: setup ## the tests that touch transformers, with the oldest supported version of it
+	@$(PYTHON) .ci/bootstrap.py --venv $(VENV) --oldest
+	@PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest $(OLDEST_TESTS) $(PYTEST_ARGS)
 
 wild: setup ## tests with accelerate, PEFT, TRL and lm-evaluation-harness, which it installs into .venv
 	@$(PYTHON) .ci/bootstrap.py --venv $(VENV) --extra wild

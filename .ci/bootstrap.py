@@ -21,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / ".ci" / "constraints.txt"
+OLDEST = ROOT / ".ci" / "oldest.txt"
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
 OLDEST_TORCH, FIRST_TORCH_TOO_NEW = (2, 11), (2, 15)
 STAMP = "nanoserve-setup.stamp"
@@ -33,6 +34,9 @@ def main() -> int:
         "--venv", type=Path, default=Path(".venv"), help="where it is made (default: .venv)"
     )
     options.add_argument("--extra", help="also install this optional group of pyproject.toml")
+    options.add_argument(
+        "--oldest", action="store_true", help="also put the oldest transformers into <venv>/oldest"
+    )
     given = options.parse_args()
     venv = ROOT / given.venv
     try:
@@ -40,6 +44,8 @@ def main() -> int:
         set_up(venv)
         if given.extra is not None:
             add_extra(venv, given.extra)
+        if given.oldest:
+            add_oldest(venv)
     except SetupError as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1
@@ -98,10 +104,27 @@ def add_extra(venv: Path, extra: str) -> None:
     stamp.write_text(fingerprint)
 
 
+def add_oldest(venv: Path) -> None:
+    """Put the packages of `OLDEST` into the folder ``venv/oldest``, unless they are there.
+
+    A folder on PYTHONPATH goes before the environment's packages, so all others are shared: a
+    second environment would hold a second torch.
+    """
+    fingerprint = fingerprint_of_inputs()
+    stamp = venv / f"{STAMP}.oldest"
+    if stamp.is_file() and stamp.read_text() == fingerprint:
+        return
+    say("installing the oldest supported transformers beside the newest")
+    shutil.rmtree(venv / "oldest", ignore_errors=True)
+    target = ["--no-deps", "--target", str(venv / "oldest"), "--requirement", str(OLDEST)]
+    pip(venv / "bin" / "python", "install", *target)
+    stamp.write_text(fingerprint)
+
+
 def fingerprint_of_inputs() -> str:
     """Everything that decides what gets installed, as one hash."""
     digest = hashlib.sha256(f"{sys.version_info[:3]} {ROOT}".encode())
-    for path in (ROOT / "pyproject.toml", CONSTRAINTS, Path(__file__)):
+    for path in (ROOT / "pyproject.toml", CONSTRAINTS, OLDEST, Path(__file__)):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -6,6 +6,7 @@ The functions have transformers' names and arguments, and results of the same fo
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ class ContinuousBatching:
         self._turns = Turns()
         self.pause = EnginePause(self._turns)
         self._kept: BatchingManager | None = None
+        self._managers: weakref.WeakSet[BatchingManager] = weakref.WeakSet()
 
     @property
     def options(self) -> BatchingOptionsReader:
@@ -42,6 +44,11 @@ class ContinuousBatching:
     def keep(self, manager: BatchingManager) -> None:
         """Give ``manager`` to the next `init_continuous_batching`."""
         self._kept = manager
+
+    def cancel(self) -> None:
+        """Cancel every open request."""
+        for manager in list(self._managers):
+            manager.cancel_all()
 
     def close(self) -> None:
         """Let go of everything, since the model is uninstalled."""
@@ -134,9 +141,11 @@ class ContinuousBatching:
         if self._kept is not None and self._kept.has(arguments, options):
             return self._kept
         arguments.planner(self._handle, model, {})  # refuses what no request can have
-        return BatchingManager(
+        manager = BatchingManager(
             self._handle, model, arguments, options, turns=self._turns, pause=self.pause
         )
+        self._managers.add(manager)
+        return manager
 
 
 @contextmanager

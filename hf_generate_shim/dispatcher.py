@@ -99,7 +99,7 @@ class Dispatcher:
             if reasons:
                 item.plan = replace(item.plan, route=Route.fallback(reasons), takes_turns=True)
             if item.plan.route.task is None:
-                self._handle.fall_back(item.plan.route.reasons[0])
+                self._handle.fall_back(item.plan.route.reasons[0], item.planner.own_options)
             elif not item.plan.takes_turns:
                 self._handle.count(item.plan.route.path)
 

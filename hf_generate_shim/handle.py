@@ -139,8 +139,9 @@ class Handle:
 
     def cancel(self) -> None:
         """Cancel all calls that the engine runs for this model now: their callers get
-        `RequestFailed`.
+        `RequestFailed`, requests of continuous batching an output that says so.
         """
+        self.continuous_batching.cancel()
         with self._lock:
             running = list(self._running)
         for request_id in running:

@@ -160,7 +160,7 @@ class BatchingManager:
             )
         self._is_stopping = True
         if hard_stop:
-            self._dispatcher.cancel_all()
+            self.cancel_all()
         self._outbox.wake()
         if keep_for_next_session:
             self._handle.continuous_batching.keep(self)
@@ -263,6 +263,10 @@ class BatchingManager:
             self._outbox.deliver(work.request.fail(CANCELLED))
         self._dispatcher.cancel(request_id)
 
+    def cancel_all(self) -> None:
+        """`cancel_request` for each request that has begun."""
+        self._dispatcher.cancel_all()
+
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> HFObject:
         """The next `GenerationOutput`, of any request or of one.
 
@@ -354,8 +358,10 @@ class BatchingManager:
         """Of a request by its place among all, so that its neighbours do not matter."""
         if plan.task is None:
             return None if self._options.seed is None else derive_seed(self._options.seed, place)
-        if plan.task.sampling.is_greedy:
+        if plan.task.sampling.is_greedy or plan.task.options.row_seeds is not None:
             return None
+        if plan.task.options.seed is not None:
+            return plan.task.options.seed
         with self._lock:
             if self._seed is None:
                 self._seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))

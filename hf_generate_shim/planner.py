@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.generation import logits_process, stopping_criteria
 
+from hf_generate_shim.call_options import given_options
 from hf_generate_shim.route import Path, Route
 
 if TYPE_CHECKING:
@@ -115,6 +116,12 @@ class Planner:
         ids = self.resolved("eos_token_id")
         ids = ids.flatten().tolist() if isinstance(ids, torch.Tensor) else ids
         return frozenset(ids if isinstance(ids, (list, tuple)) else () if ids is None else (ids,))
+
+    @property
+    def own_options(self) -> dict[str, object]:
+        """nanoserve's own options in the configs, which transformers' own loop cannot serve."""
+        configs = (self._model.generation_config, self._arguments.get("generation_config"))
+        return {name: value for each in configs for name, value in given_options(each).items()}
 
     def call_arguments(self, prompt: tuple[int, ...]) -> dict[str, HFObject]:
         """The arguments of the plain call for one prompt."""

@@ -171,6 +171,30 @@ def test_manual_seed_reproduces_a_batch(model: Qwen3ForCausalLM, handle: Handle)
     assert handle.counters.fast == 18
 
 
+@pytest.mark.parametrize("seed", [7, [7]], ids=["of the call", "of the row"])
+def test_seed_in_the_config_is_that_of_each_prompt_s_call(
+    model: Qwen3ForCausalLM, handle: Handle, seed: int | list[int]
+) -> None:
+    config = GenerationConfig(max_new_tokens=6, do_sample=True, nanoserve_seed=seed)
+    expected = [alone(model, row, generation_config=config) for row in PROMPTS[:3]]
+
+    results = model.generate_batch(PROMPTS[:3], generation_config=config)
+
+    assert tokens(results) == expected
+    assert handle.counters.fast == 6
+
+
+def test_own_options_are_not_dropped_by_transformers_own_loop(
+    model: Qwen3ForCausalLM, handle: Handle
+) -> None:
+    config = GenerationConfig(max_new_tokens=6, num_beams=2, nanoserve_seed=7)
+
+    with pytest.raises(UnsupportedOption, match="nanoserve_seed"):
+        model.generate_batch(PROMPTS, generation_config=config)
+
+    assert handle.stats().generated_tokens == 0
+
+
 def test_greedy_batch_draws_no_random_number(model: Qwen3ForCausalLM, handle: Handle) -> None:
     state = torch.random.get_rng_state()
 

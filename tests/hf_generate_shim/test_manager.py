@@ -249,6 +249,18 @@ def test_cancelled_request_ends_and_others_go_on(manager: BatchingManager, handl
     manager.cancel_request(gone)
 
 
+def test_cancelling_everything_ends_its_requests_too(
+    manager: BatchingManager, handle: Handle
+) -> None:
+    with StepGate(handle.thread, at_step=3):
+        ids = manager.add_requests([prompt(4), prompt(6)], max_new_tokens=100)
+        handle.cancel()
+
+    results = [manager.get_result(i, timeout=PATIENCE_SECONDS) for i in ids]
+
+    assert {result.status for result in results} == {RequestStatus.FAILED}
+
+
 def test_request_cancelled_before_the_start_does_not_run(
     model: Qwen3ForCausalLM, handle: Handle
 ) -> None:

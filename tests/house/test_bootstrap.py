@@ -66,6 +66,29 @@ def test_extra_is_installed_once_under_the_constraints(
     assert str(bootstrap.CONSTRAINTS) in commands[0]
 
 
+def test_oldest_versions_go_into_a_folder_of_their_own(
+    bootstrap: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(bootstrap, "run", commands.append)
+
+    bootstrap.add_oldest(tmp_path)
+    bootstrap.add_oldest(tmp_path)
+
+    assert len(commands) == 1
+    assert {"--no-deps", str(tmp_path / "oldest"), str(bootstrap.OLDEST)} <= set(commands[0])
+
+
+def test_oldest_transformers_is_the_one_that_pyproject_names(bootstrap: ModuleType) -> None:
+    pinned = dict(
+        line.split("==") for line in bootstrap.OLDEST.read_text().splitlines() if "==" in line
+    )
+    supported = (ROOT / "pyproject.toml").read_text()
+
+    oldest = ".".join(pinned["transformers"].split(".")[:2])
+    assert f'"transformers>={oldest},<' in supported
+
+
 def test_failed_install_leaves_no_stamp(
     bootstrap: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
