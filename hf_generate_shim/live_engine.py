@@ -32,8 +32,8 @@ _LOOP_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_gene
 
 _INSIDE_A_STEP = Unsupported(
     option="generate",
-    value="(called by a processor or criterion)",
-    because="cannot run a call for which the step in progress waits",
+    value="(by a processor or criterion)",
+    because="cannot run a call for which a step of its own waits",
     way_out="Call generate before or after.",
 )
 
