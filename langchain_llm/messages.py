@@ -31,7 +31,8 @@ TemplateMessage: TypeAlias = dict[str, Any]
 
 # Carried by other fields of the message (tool_calls), or of no use in a later turn.
 _SKIPPED_BLOCKS = frozenset(
-    {"tool_use", "tool_call", "tool_call_chunk", "thinking", "redacted_thinking", "reasoning"}
+    {"tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call"}
+    | {"thinking", "redacted_thinking", "reasoning"}
 )
 
 

@@ -11,6 +11,8 @@ import pytest
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
 
 from langchain_llm import answer_grammar
+from langchain_llm.messages import to_template_messages
+from langchain_llm.prompt import TemplateOptions, render_chat
 from nanoserve_core import ConfigError
 from tests.langchain_llm.doors import RealDoor, summed
 
@@ -288,3 +290,33 @@ def test_log_probabilities_of_a_call_come_with_it(real: RealDoor) -> None:
     contents = [answer.response_metadata["logprobs"]["content"] for answer in answers]
     assert len(contents[0]) == NUM_TOKENS + 1  # the end of sequence too
     assert all(content == contents[0] for content in contents)
+
+
+@pytest.mark.parametrize("version", ["v0", "v1"])
+@pytest.mark.parametrize("max_tokens", [30, None])
+def test_answers_of_every_route_and_version_go_back_into_the_history(
+    real: RealDoor, version: str, max_tokens: int | None
+) -> None:
+    real.script.texts = f"Sure. {CALL}"
+    chat = with_tools(real, output_version=version, max_tokens=max_tokens, close_json=False)
+    stream: Any = chat.stream_events("hi", version="v3")
+    list(stream)
+    answers = [*by_every_route(chat), stream.output]
+    template = (
+        "{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
+    )
+
+    prompts = [
+        render_chat(
+            real.tokenizer, to_template_messages([answer]), TemplateOptions(chat_template=template)
+        )
+        for answer in answers
+    ]
+
+    expected = (
+        'Sure.{"name": "get_weather", "arguments": {"city": "Zürich"}}'
+        if max_tokens is None
+        else "Sure.\n" + f"Sure. {CALL}".encode()[6 : 6 + 34].decode()
+    )
+    assert set(prompts) == {expected}
