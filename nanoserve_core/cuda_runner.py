@@ -300,11 +300,10 @@ class CudaRunner(ModelRunner):
         """Chunks of prompts. The tokens of those that end their prompt are the first of the ring's
         entry, and so are their logits.
         """
-        step = self._inputs.batch(_plan_of(seqs, 0), self._unknown_tokens)
-        num_tokens = step.forward.num_tokens
-        shape = self._prompt_inputs.shape_of(num_tokens, len(seqs))
-        is_long = num_tokens == self._max_num_tokens == seqs[0].end
-        self._prompt_inputs.send(step, np.array([seq.slot for seq in seqs]), shape)
+        step = self._inputs.arrays(seqs)
+        shape = self._prompt_inputs.shape_of(step.num_tokens, len(seqs))
+        is_long = step.num_tokens == self._max_num_tokens == seqs[0].end
+        self._prompt_inputs.send(step, shape)
         self._replay(StepPart(shape, is_long, then))
 
     def _prompts(self, shape: PromptShape, is_long: bool, then: Then) -> None:
@@ -418,9 +417,10 @@ class CudaRunner(ModelRunner):
         piece = self._uploads.piece(ends[-1])
         for part, start in zip(parts, (0, *ends), strict=False):
             piece[start : start + len(part)] = part
-        sent = self._uploads.send(self._sent, ends[-1])
+        self._uploads.send(self._sent, ends[-1])
         return tuple(
-            sent[start : start + len(part)] for part, start in zip(parts, (0, *ends), strict=False)
+            self._sent[start : start + len(part)]
+            for part, start in zip(parts, (0, *ends), strict=False)
         )
 
     def _make_decode_step(self, weights: Qwen3Weights) -> DecodeStep:

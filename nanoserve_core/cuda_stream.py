@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     HostInts = np.ndarray[Any, np.dtype[np.int32]]  # Any: the shape
 
 
+_INT_NBYTES = 4
+
+
 class Mark(Protocol):
     """A point in the device's work; done until it is first set."""
 
@@ -55,8 +58,11 @@ class StepStream(Protocol):
         """A new mark, done."""
         ...
 
-    def upload(self, target: Tensor, source: Tensor, mark: Mark) -> None:
-        """Copy a host buffer, which must not change before ``mark`` is done, to the device."""
+    def upload(self, target: int, source: int, nbytes: int, mark: Mark) -> None:
+        """Copy page-locked memory, which must not change before ``mark`` is done, to the device.
+
+        ``target``, ``source``: addresses; a view of a tensor would let go of the GIL.
+        """
         ...
 
     def download(self, buffer: Tensor, parts: list[tuple[Tensor, int]], mark: Mark) -> None:
@@ -125,10 +131,10 @@ class CudaStream:
         self._marks.append(CudaMark(self.calls))
         return self._marks[-1]
 
-    def upload(self, target: Tensor, source: Tensor, mark: Mark) -> None:
+    def upload(self, target: int, source: int, nbytes: int, mark: Mark) -> None:
         """See `StepStream`."""
         stream = self.stream.cuda_stream
-        self.calls.copy_to_device(target.data_ptr(), source.data_ptr(), source.nbytes, stream)
+        self.calls.copy_to_device(target, source, nbytes, stream)
         self.calls.record(_event(mark), stream)
 
     def download(self, buffer: Tensor, parts: list[tuple[Tensor, int]], mark: Mark) -> None:
@@ -138,8 +144,8 @@ class CudaStream:
         self.calls.wait_event(copy_stream, self._step.event)
         target = buffer.data_ptr()
         for source, num_ints in parts:
-            self.calls.copy_to_host(target, source.data_ptr(), 4 * num_ints, copy_stream)
-            target += 4 * num_ints
+            self.calls.copy_to_host(target, source.data_ptr(), _INT_NBYTES * num_ints, copy_stream)
+            target += _INT_NBYTES * num_ints
         self.calls.record(_event(mark), copy_stream)
 
     def set(self, mark: Mark) -> None:
@@ -184,16 +190,16 @@ class Uploads:
         self._end = start
         return self._array[start : start + num_ints]
 
-    def send(self, target: Tensor, num_ints: int) -> Tensor:
-        """Copy the first ints of the latest `piece` to the beginning of ``target``; gives that.
+    def send(self, target: Tensor, num_ints: int) -> None:
+        """Copy the first ints of the latest `piece` to the beginning of ``target``, int32.
 
         ``target`` may be overwritten by the next `send` to it: that is ordered by the stream.
         """
         start, self._end = self._end, self._end + num_ints
         mark = self._idle_marks.pop() if self._idle_marks else self._stream.make_mark()
         self._pieces.append((start, mark))
-        self._stream.upload(target[:num_ints], self._memory[start : self._end], mark)
-        return target[:num_ints]
+        source = self._memory.data_ptr() + _INT_NBYTES * start
+        self._stream.upload(target.data_ptr(), source, _INT_NBYTES * num_ints, mark)
 
     def _wait_for(self, start: int, end: int) -> None:
         """Forget the pieces that begin there, which are the oldest, once they were copied."""

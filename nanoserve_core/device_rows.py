@@ -124,7 +124,7 @@ class DeviceRows:
         num_ints = 2 * (1 + len(self._deltas))
         if num_ints > 2:
             self._deltas.take(self._uploads.piece(num_ints).reshape(-1, 2))
-            self._uploads.send(self._pending.view(-1), num_ints)
+            self._uploads.send(self._pending, num_ints)
 
     def receive(self, *, pdl: bool = False) -> None:
         """The device's side of `send`; capturable. Harmless where nothing was sent."""

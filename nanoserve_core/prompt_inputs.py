@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from nanoserve_core.cuda_stream import Uploads
     from nanoserve_core.layers.attention import IntArray
-    from nanoserve_core.step_inputs import StepBatch
+    from nanoserve_core.step_inputs import StepArrays
 
 FEW_TOKENS = (16, 32, 64, 128, 256, 512)
 TOKEN_STEP = 1024
@@ -88,26 +86,27 @@ class PromptInputs:
             self._row_counts[bisect_left(self._row_counts, num_rows)],
         )
 
-    def send(self, step: StepBatch, slots: IntArray, shape: PromptShape) -> None:
-        """Bring a step to the device, in one copy. ``slots``: [rows] of all its rows."""
-        host = step.forward
+    def send(self, step: StepArrays, shape: PromptShape) -> None:
+        """Bring a step, of which all ids are known, to the device, in one copy."""
         parts = (
-            host.token_ids.numpy(),
-            host.positions.numpy(),
-            host.slot_mapping.numpy(),
-            host.host_query_start,
-            host.host_kv_lens,
-            slots,
-            host.logits_indices.numpy(),
+            list(chain.from_iterable(step.known_ids)),
+            step.positions,
+            step.slot_mapping,
+            step.query_start,
+            step.kv_lens,
+            step.slots,
+            step.logits_indices,
             step.sampled_slots,
         )
-        self._send(parts, shape, num_tokens=host.num_tokens)
+        self._send(parts, shape, num_tokens=step.num_tokens)
 
     def send_padding(self, shape: PromptShape) -> None:
         """Bring a step to the device that is nothing but padding, to try the shape out."""
         self._send([_NOTHING] * len(_sizes(shape)), shape, num_tokens=0)
 
-    def _send(self, parts: Sequence[IntArray], shape: PromptShape, *, num_tokens: int) -> None:
+    def _send(
+        self, parts: Sequence[list[int] | IntArray], shape: PromptShape, *, num_tokens: int
+    ) -> None:
         ends = _ends(shape)
         piece = self._uploads.piece(ends[-1])
         paddings = (0, 0, -1, num_tokens, 0, 0, 0, -1)

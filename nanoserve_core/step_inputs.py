@@ -17,6 +17,8 @@ from nanoserve_core.layers.attention import ForwardBatch
 from nanoserve_core.plan import ScheduledSeq
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as ListOf
+
     from torch import Tensor
 
     from nanoserve_core.layers.attention import IntArray
@@ -32,6 +34,33 @@ class StepBatch:
     """[R] int64, in row order over the rows with ``samples=True``."""
     sampled_positions: IntArray
     """[R] int64: the absolute position of each new token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepArrays:
+    """A step on the host, as numpy arrays: making them lets go of the GIL nowhere, as torch's
+    functions do, for steps of up to 500 tokens.
+    """
+
+    known_ids: tuple[tuple[int, ...], ...]
+    """Per row, the input ids; empty: one token that only the device knows."""
+    positions: IntArray
+    """[T] int64, and so on as `ForwardBatch` says; ``query_start`` and ``kv_lens`` int32."""
+    slot_mapping: IntArray
+    query_start: IntArray
+    kv_lens: IntArray
+    block_tables: IntArray
+    logits_indices: IntArray
+    slots: IntArray
+    """[S] int64."""
+    sampled_slots: IntArray
+    sampled_positions: IntArray
+    """Both as in `StepBatch`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of the step."""
+        return len(self.positions)
 
 
 class StepInputs:
@@ -73,13 +102,9 @@ class StepInputs:
         """The block tables of some slots, [n, max_blocks], and how many blocks each has, [n]."""
         return self._tables[slots], np.array(self._num_blocks)[slots]
 
-    def batch(self, plan: StepPlan, last_token: Tensor) -> StepBatch:
-        """The tensors of the plan's rows. last_token: [max_num_seqs] int64, for rows whose token
-        the host does not know.
-
-        The plan must have rows and have been applied.
-        """
-        columns = dict(zip(ScheduledSeq._fields, zip(*plan.seqs, strict=True), strict=True))
+    def arrays(self, seqs: ListOf[ScheduledSeq]) -> StepArrays:
+        """The rows of an applied plan, or some of them; at least one."""
+        columns = dict(zip(ScheduledSeq._fields, zip(*seqs, strict=True), strict=True))
         slots = np.array(columns["slot"])
         starts = np.array(columns["start"])
         counts = np.array(columns["num_tokens"])
@@ -87,28 +112,50 @@ class StepInputs:
         query_start, row_of_token, positions = self._spread(starts, counts)
         tables = self._tables[slots, : -(-int(ends.max()) // self._block_size)]
         block, offset = np.divmod(positions, self._block_size)
-        slot_mapping = tables[row_of_token, block] * np.int64(self._block_size) + offset
         last_tokens = query_start[1:] - np.int64(1)
+        sampled_slots, sampled_positions = slots, ends
         if not all(columns["samples"]):
             samples = np.array(columns["samples"])
             last_tokens = last_tokens[samples]
-        kv_lens = ends.astype(np.int32)
-        forward = ForwardBatch(
-            token_ids=self._token_ids(columns["token_ids"], slots, query_start, last_token),
-            positions=self._to_device(positions),
-            slot_mapping=self._to_device(slot_mapping),
-            query_start=self._to_device(query_start),
-            kv_lens=self._to_device(kv_lens),
-            block_tables=self._to_device(tables),
-            logits_indices=self._to_device(last_tokens),
-            num_decode_seqs=plan.num_decode_seqs,
-            host_query_start=query_start,
-            host_kv_lens=kv_lens,
-            host_block_tables=tables,
+            sampled_slots, sampled_positions = slots[samples], ends[samples]
+        return StepArrays(
+            known_ids=columns["token_ids"],
+            positions=positions,
+            slot_mapping=tables[row_of_token, block] * np.int64(self._block_size) + offset,
+            query_start=query_start,
+            kv_lens=ends.astype(np.int32),
+            block_tables=tables,
+            logits_indices=last_tokens,
+            slots=slots,
+            sampled_slots=sampled_slots,
+            sampled_positions=sampled_positions,
         )
-        if len(last_tokens) < len(slots):
-            slots, ends = slots[samples], ends[samples]
-        return StepBatch(forward=forward, sampled_slots=slots, sampled_positions=ends)
+
+    def batch(self, plan: StepPlan, last_token: Tensor) -> StepBatch:
+        """The tensors of the plan's rows. last_token: [max_num_seqs] int64, for rows whose token
+        the host does not know.
+
+        The plan must have rows and have been applied.
+        """
+        step = self.arrays(plan.seqs)
+        forward = ForwardBatch(
+            token_ids=self._token_ids(step.known_ids, step.slots, step.query_start, last_token),
+            positions=self._to_device(step.positions),
+            slot_mapping=self._to_device(step.slot_mapping),
+            query_start=self._to_device(step.query_start),
+            kv_lens=self._to_device(step.kv_lens),
+            block_tables=self._to_device(step.block_tables),
+            logits_indices=self._to_device(step.logits_indices),
+            num_decode_seqs=plan.num_decode_seqs,
+            host_query_start=step.query_start,
+            host_kv_lens=step.kv_lens,
+            host_block_tables=step.block_tables,
+        )
+        return StepBatch(
+            forward=forward,
+            sampled_slots=step.sampled_slots,
+            sampled_positions=step.sampled_positions,
+        )
 
     def _spread(self, starts: IntArray, counts: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """Where each row's tokens begin; and per token, its row and its absolute position."""

@@ -182,10 +182,11 @@ def tokens_with_aborts(
 
 
 @pytest.mark.parametrize("num_requests", [5, 16, 40])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_prefix_that_is_read_once_gives_the_tokens_of_one_read_by_every_row(
-    tiny_checkpoint: Path, dtype: str, num_requests: int
+    tiny_checkpoint: Path, num_requests: int
 ) -> None:
+    # In float32: packed rows make fewer items, so the planner may cut the K/V in other places.
+    dtype = "float32"
     prefix = prompt_of(300, seed=900)
     requests = []
     for i in range(num_requests):
@@ -267,7 +268,7 @@ def storm(num_requests: int) -> list[Visitor]:
         shared = prompt_of(32, seed=rng.randint(900, 902)) if rng.random() < 0.4 else ()
         request = request_of(number, max_tokens=rng.randint(1, 40), seed=number, **wishes)
         own = prompt_of(rng.randint(1, 60), seed=number)
-        step = rng.randint(0, 200)
+        step = rng.randint(0, 60)
         abort_step = step + rng.randint(0, 30) if rng.random() < 1 / 6 else None
         request = replace(request, prompt_token_ids=(*shared, *own))
         visitors.append(Visitor(request, step, abort_step))
@@ -279,7 +280,7 @@ def test_a_storm_in_a_small_pool_gives_each_request_its_solo_tokens() -> None:
     with make_engine(num_kvcache_blocks=30, max_num_batched_tokens=96) as engine:
         outputs: dict[str, list[StepOutput]] = {v.request.request_id: [] for v in visitors}
         step = 0
-        while step <= 240 or engine.has_unfinished_requests():
+        while step <= 100 or engine.has_unfinished_requests():
             for visitor in visitors:
                 if visitor.step == step:
                     engine.add_request(visitor.request)

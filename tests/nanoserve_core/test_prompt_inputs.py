@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -53,11 +52,11 @@ def test_padding_writes_nothing_belongs_to_nobody_and_samples_for_nobody() -> No
     )
     plan = StepPlan(step_id=0, seqs=seqs, num_decode_seqs=0)
     host.apply(plan)
-    step = host.batch(plan, torch.zeros(4, dtype=torch.int64))
+    step = host.arrays(seqs)
     inputs = make_inputs(16, 4)
     shape = PromptShape(16, 4)
 
-    inputs.send(step, np.array([2, 0]), shape)
+    inputs.send(step, shape)
 
     given = inputs.tensors(shape)
     assert given.token_ids.tolist() == [11, 12, 13, 21, 22, *[0] * 11]
