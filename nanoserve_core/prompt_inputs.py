@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from nanoserve_core.cuda_stream import Uploads
