@@ -66,7 +66,8 @@ def run(
     except BaseException:
         stream.discard()
         raise
-    return [output for step in read(stream) for output in step]
+    with engine.sync_call():
+        return [output for step in read(stream) for output in step]
 
 
 async def arun(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import weakref
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from nanoserve_adapters.registry import EngineHandle
 from nanoserve_core.errors import ConfigError, EngineClosed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from transformers import PreTrainedTokenizerBase
 
@@ -129,6 +130,12 @@ class EngineReference:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer; loads the engine if need be."""
         return self.load().tokenizer
+
+    @contextmanager
+    def sync_call(self) -> Iterator[None]:
+        """While the block runs, a thread waits for this engine: a full pool is spoken of, once."""
+        with self._shared.pool_watch.call(self.load().config.max_num_seqs):
+            yield
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a rendered conversation, long beginnings from memory; loads the engine."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from langchain_llm.pool_watch import PoolWatch
 from langchain_llm.prompt_encoder import PromptEncoder
 from nanoserve_adapters.engine_thread import EngineThread
 from nanoserve_adapters.registry import acquire
@@ -179,6 +180,7 @@ class SharedEngine:
         """Whether a grammar was compiled for it: the first one takes long."""
         # A number of the process would be equal in the next process and hit its cached answers.
         self.identity = source.name if source.is_from_path else f"{source.name}#{uuid.uuid4().hex}"
+        self.pool_watch = PoolWatch()
         self._encoder: PromptEncoder | None = None  # a race makes two, of which one stays
         self._loading = threading.Lock()
         self._counting = threading.RLock()  # a collection may run `release` inside `retain`

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -49,6 +50,29 @@ async def gather_astream(model: Runnable[Any, Any]) -> list[str]:
     return await asyncio.gather(*(streamed(model, prompt) for prompt in PROMPTS))
 
 
+def in_threads(call: Callable[[str], str], prompts: list[str]) -> list[str]:
+    """Each call on a thread of its own."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(call, prompts))
+
+
+def in_event_loops(model: Runnable[Any, Any]) -> list[Any]:
+    """Ten calls in each of five event loops."""
+
+    async def ten(prompts: list[str]) -> list[Any]:
+        return await asyncio.gather(*(model.ainvoke(prompt) for prompt in prompts))
+
+    groups = [PROMPTS[start : start + 10] for start in range(0, 50, 10)]
+    with ThreadPoolExecutor(len(groups)) as pool:
+        answers = pool.map(lambda prompts: asyncio.run(ten(prompts)), groups)
+        return [answer for group in answers for answer in group]
+
+
+async def as_in_a_notebook(model: Runnable[Any, Any]) -> list[Any]:
+    """A sync batch from a thread whose event loop runs."""
+    return model.batch(PROMPTS)
+
+
 def in_order(pairs: list[tuple[int, Any]]) -> list[Any]:
     return [result for _, result in sorted(pairs, key=lambda pair: pair[0])]
 
@@ -65,6 +89,15 @@ CHAT_ROUTES: dict[str, ChatRoute] = {
     ],
     "chain.batch": lambda chat: chain_of(chat).batch(QUESTIONS),
     "chain.abatch": lambda chat: asyncio.run(chain_of(chat).abatch(QUESTIONS)),
+    "threads": lambda chat: in_threads(lambda prompt: chat.invoke(prompt).text, PROMPTS),
+    "stream in threads": lambda chat: in_threads(
+        lambda prompt: "".join(chunk.text for chunk in chat.stream(prompt)), PROMPTS
+    ),
+    "event loops": lambda chat: [m.content for m in in_event_loops(chat)],
+    "notebook": lambda chat: [m.content for m in asyncio.run(as_in_a_notebook(chat))],
+    "map": lambda chat: [m.content for m in chat.map().invoke(PROMPTS)],
+    "chain.map": lambda chat: chain_of(chat).map().invoke(QUESTIONS),
+    "fallbacks.batch": lambda chat: [m.content for m in chat.with_fallbacks([chat]).batch(PROMPTS)],
     "bind.batch": lambda chat: [m.content for m in chat.bind(priority=1).batch(PROMPTS)],
     "retry.batch": lambda chat: [m.content for m in chat.with_retry().batch(PROMPTS)],
     "batch_as_completed": lambda chat: [
@@ -81,6 +114,9 @@ LLM_ROUTES: dict[str, LLMRoute] = {
     "astream": lambda llm: asyncio.run(gather_astream(llm)),
     "generate": lambda llm: [g[0].text for g in llm.generate(PROMPTS).generations],
     "chain.batch": lambda llm: (PromptTemplate.from_template("{question}") | llm).batch(QUESTIONS),
+    "threads": lambda llm: in_threads(llm.invoke, PROMPTS),
+    "event loops": in_event_loops,
+    "notebook": lambda llm: asyncio.run(as_in_a_notebook(llm)),
     "batch_as_completed": lambda llm: in_order(list(llm.batch_as_completed(PROMPTS))),
 }
 
@@ -127,15 +163,19 @@ def test_50_llm_calls_run_in_one_batch_with_the_texts_of_single_calls(
     real.assert_nothing_left()
 
 
+@pytest.mark.parametrize("way", ["abatch", "batch"])
 def test_three_parallel_branches_of_50_inputs_run_in_a_batch_of_150(
-    real: RealDoor, chat_texts: list[str]
+    real: RealDoor, chat_texts: list[str], way: str
 ) -> None:
     chain = chain_of(real.chat(max_tokens=NUM_TOKENS))
     branches = RunnableParallel(a=chain, b=chain, c=chain)
     real.watch.peak = 0
 
     with AdmissionGate(real.thread, 150):
-        answers = asyncio.run(branches.abatch(QUESTIONS))
+        if way == "abatch":
+            answers = asyncio.run(branches.abatch(QUESTIONS))
+        else:  # LangChain runs one thread for each input and branch, if it may
+            answers = branches.batch(QUESTIONS, {"max_concurrency": 150})
 
     assert answers == [{"a": text, "b": text, "c": text} for text in chat_texts]
     assert real.watch.peak == 150
