@@ -14,6 +14,7 @@ import torch
 from nanoserve_core import Engine, EngineConfig, Request, SamplingParams
 from nanoserve_core.errors import InvalidRequest, RequestTooLong
 from nanoserve_core.request_group import RequestGroup
+from tests.nanoserve_core.host_device import cuda_runner_on_host
 from tests.nanoserve_core.test_engine import SMALL, assert_nothing_left, request, run, tokens_of
 from tests.tiny_qwen3_models import greedy_tokens, prompt_of, tiny_qwen3
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from nanoserve_core.request import StopCheck
+
+
+RUNNERS = ["cpu", "steps ahead"]
+"""The second is the runner of a CUDA device, on a stand-in: it launches steps ahead."""
 
 
 @dataclass
@@ -43,9 +48,16 @@ class Recorder:
         return tokens[:-1] if len(self.steps) == self.wrong_shape_at else tokens
 
 
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    with Engine(tiny_qwen3(), EngineConfig(**SMALL)) as engine:
+def make_engine(runner: str, **options: Any) -> Engine:
+    config = EngineConfig(**{**SMALL, **options})
+    if runner == "cpu":
+        return Engine(tiny_qwen3(), config)
+    return Engine.from_runner(cuda_runner_on_host(tiny_qwen3(), config), config)
+
+
+@pytest.fixture(params=RUNNERS)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with make_engine(request.param) as engine:
         yield engine
         assert_nothing_left(engine)
 
@@ -141,10 +153,10 @@ def test_incomplete_group_hinders_nobody_and_can_be_aborted(engine: Engine) -> N
     assert [output.finish_reason for output in engine.step()] == ["abort"]
 
 
-def test_group_is_preempted_and_resumed_as_one() -> None:
-    config = EngineConfig(**{**SMALL, "num_kvcache_blocks": 16, "watermark": 0.0})
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_group_is_preempted_and_resumed_as_one(runner: str) -> None:
     sampler = Recorder()
-    with Engine(tiny_qwen3(), config) as engine:
+    with make_engine(runner, num_kvcache_blocks=16, watermark=0.0) as engine:
         other = request("other", prompt_of(24), max_tokens=40, ignore_eos=True)
 
         outputs = run(engine, other, *members(sampler, 9, 10, 11))
