@@ -57,9 +57,7 @@ def assemble_lockstep(call: SampleCall, sampler: LockstepSampler) -> HFObject:
     Rows that have ended hold in ``scores`` what the processors made of zeros.
     """
     logprobs = torch.stack(sampler.logprobs, dim=1) if sampler.logprobs else None
-    for tensor in (sampler.sequences, *sampler.scores, *sampler.logits):
-        if tensor.is_cuda:  # made on the engine's stream, from now on used on the caller's
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    _use_here(sampler.sequences, *sampler.scores, *sampler.logits)
     if not call.wants_dict:
         return sampler.sequences
     return _dict_output(call, sampler.sequences, sampler.scores, sampler.logits, logprobs)
@@ -80,6 +78,15 @@ def _dict_output(
         logits=logits if call.wants_logits else None,
         **{_cache_field(): ReplayedCache.of(call, sequences)},
     )
+
+
+def _use_here(*tensors: torch.Tensor) -> None:
+    """They were made on the engine's stream: their memory may be given away only after what the
+    caller's stream does with them.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _scores(row: Sample, task: Task) -> list[torch.Tensor]:
@@ -113,6 +120,7 @@ def _per_step(
     example = next((row[0] for row in rows if row), None)
     if example is None:
         return ()
+    _use_here(*(tensor for row in rows for tensor in row))
     ended = torch.zeros_like(example)
     steps = (
         torch.stack([row[step] if step < len(row) else ended for row in rows])

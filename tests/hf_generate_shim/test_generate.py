@@ -29,6 +29,9 @@ from tests.hf_generate_shim.calls import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
     from transformers import Qwen3ForCausalLM
 
     from hf_generate_shim import Handle
@@ -389,6 +392,21 @@ def test_default_length_is_that_of_the_model(model: Qwen3ForCausalLM, handle: Ha
 
     assert output.shape == (1, 256)
     assert handle.counters.fast == 1
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_grad_mode_of_the_caller_changes_no_token(
+    model: Qwen3ForCausalLM, handle: Handle, mode: Callable[[], AbstractContextManager[None]]
+) -> None:
+    expected = model.generate(**CALL, **DICT)
+
+    with mode():
+        output = model.generate(**CALL, **DICT)
+
+    assert output.sequences.tolist() == expected.sequences.tolist()
+    assert torch.equal(torch.stack(output.logits), torch.stack(expected.logits))
+    assert output.sequences.is_inference() == (mode is torch.inference_mode)
+    assert handle.counters.fast == 2
 
 
 def test_large_outputs_are_announced_once(

@@ -329,6 +329,8 @@ def assert_close(
     for ours, theirs, rows in zip(output or (), expected or (), alive, strict=False):
         assert ours.shape == theirs.shape
         assert ours.dtype == torch.float32
+        assert not ours.is_inference()
+        assert not ours.requires_grad
         assert not torch.isnan(ours[~rows]).any()
         torch.testing.assert_close(ours[rows], theirs[rows], atol=2e-5, rtol=2e-5)
     assert len(output or ()) == len(expected or ())
