@@ -8,11 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hf_generate_shim.live_engine import wait_for_device
+from hf_generate_shim.lockstep import LockstepSampler
 from hf_generate_shim.open_request import CANCELLED, OpenRequest
+from hf_generate_shim.pickers import RowPicker, pick_largest
 from hf_generate_shim.route import Route
 from hf_generate_shim.seam import QWEN3
 from hf_generate_shim.solo_call import Cancelled, SoloCall
-from hf_generate_shim.task import make_requests
+from hf_generate_shim.task import make_group, make_requests, row_seeds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -23,9 +25,10 @@ if TYPE_CHECKING:
     from hf_generate_shim.call import HFObject
     from hf_generate_shim.handle import Handle
     from hf_generate_shim.outbox import Outbox
+    from hf_generate_shim.pickers import TokenPicker
     from hf_generate_shim.planner import Plan, Planner
     from hf_generate_shim.solo_call import SoloResult
-    from hf_generate_shim.task import Task
+    from hf_generate_shim.task import CallRequests, Task
     from hf_generate_shim.turns import Turns
     from nanoserve_adapters.engine_thread import EngineThread
     from nanoserve_core.request import Request, StepOutput
@@ -98,10 +101,12 @@ class Dispatcher:
             reasons = self._handle.engine.start_reasons(task) if task is not None else []
             if reasons:
                 item.plan = replace(item.plan, route=Route.fallback(reasons), takes_turns=True)
+            elif task is not None and task.is_lockstep and self._return_logprobs:
+                item.plan = replace(item.plan, takes_turns=True)  # its call returns the scores
             if item.plan.route.task is None:
                 self._handle.fall_back(item.plan.route.reasons[0], item.planner.own_options)
-            elif not item.plan.takes_turns:
-                self._handle.count(item.plan.route.path)
+            elif item.plan.task is not None:
+                self._handle.count(item.plan.route)
 
     def run(self, model: nn.Module, work: Sequence[Work]) -> None:
         """Begin all of it: what the engine runs is admitted before its next step."""
@@ -162,7 +167,7 @@ class Dispatcher:
         requests: list[Request] = []
         for item in work:
             assert item.plan.task is not None, "the caller chose these"
-            group = make_requests(self._task(item.plan.task), seed=item.seed)
+            group = self._requests(item.plan, item.plan.task, item.seed)
             item.request.expect(group, item.plan.task.time_limit)
             item.engine_ids = [request.request_id for request in group.requests]
             self._by_engine_id.update(dict.fromkeys(item.engine_ids, item))
@@ -173,11 +178,14 @@ class Dispatcher:
             self._forget(work)
             raise
 
-    def _task(self, task: Task) -> Task:
-        if not self._return_logprobs:
-            return task
-        mode = {"logprobs": 0, "logprobs_mode": "processed_logprobs"}
-        return replace(task, sampling=task.sampling.replace(**mode))
+    def _requests(self, plan: Plan, task: Task, seed: int | None) -> CallRequests:
+        if task.is_lockstep:
+            assert plan.call is not None, "lockstep is found in the prompt's own preparation"
+            return make_group(task, LockstepSampler(plan.call, task.options, _picker(plan, seed)))
+        if self._return_logprobs:
+            mode = {"logprobs": 0, "logprobs_mode": "processed_logprobs"}
+            task = replace(task, sampling=task.sampling.replace(**mode))
+        return make_requests(task, seed=seed)
 
     def _take_turn(self, model: nn.Module, work: Work) -> None:
         call = SoloCall(
@@ -220,6 +228,13 @@ class Dispatcher:
                 for engine_id in item.engine_ids:
                     self._by_engine_id.pop(engine_id, None)
             self._changed.notify_all()
+
+
+def _picker(plan: Plan, seed: int | None) -> TokenPicker:
+    task = plan.route.task
+    if plan.is_greedy or task is None:
+        return pick_largest
+    return RowPicker(row_seeds(task, seed), [len(prompt) for prompt in task.rows])
 
 
 def _generate(plan: Plan) -> Callable[..., HFObject]:

@@ -208,7 +208,7 @@ class Handle:
         if route.task is None or reasons:
             self.fall_back(reasons[0], given_options(call.generation_config))
             return original()
-        self._counter.add(route.path, route.reasons)
+        self.count(route)
         return self._run(call, route.task)
 
     def explain(self, model: nn.Module, arguments: Mapping[str, HFObject]) -> Explanation:
@@ -247,9 +247,9 @@ class Handle:
             reasons += self._engine.group_reasons(route.task)
         return Route.fallback((*reasons, *route.reasons)) if reasons else route
 
-    def count(self, path: Path) -> None:
-        """Count one call."""
-        self._counter.add(path)
+    def count(self, route: Route) -> None:
+        """Count a call that the engine runs."""
+        self._counter.add(route.path, route.reasons)
 
     def fall_back(self, found: Unsupported, own_options: Mapping[str, object] = _NONE) -> None:
         """Count a call for transformers' own loop and warn of it, once per reason.

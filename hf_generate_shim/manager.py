@@ -358,7 +358,7 @@ class BatchingManager:
         """Of a request by its place among all, so that its neighbours do not matter."""
         if plan.task is None:
             return None if self._options.seed is None else derive_seed(self._options.seed, place)
-        if plan.task.sampling.is_greedy or plan.task.options.row_seeds is not None:
+        if plan.is_greedy or plan.task.options.row_seeds is not None:
             return None
         if plan.task.options.seed is not None:
             return plan.task.options.seed

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,16 +17,16 @@ from transformers.generation import logits_process, stopping_criteria
 
 from hf_generate_shim.call_options import given_options
 from hf_generate_shim.route import Path, Route
+from hf_generate_shim.task import Task
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import nn
 
-    from hf_generate_shim.call import HFObject
+    from hf_generate_shim.call import HFObject, SampleCall
     from hf_generate_shim.handle import Handle
     from hf_generate_shim.preparation import Preparation
-    from hf_generate_shim.task import Task
 
 # What these make of a call depends on its config and the prompt's length, never on its tokens.
 _READ_NO_TOKENS = {
@@ -43,8 +43,6 @@ _READ_NO_TOKENS = {
     stopping_criteria.MaxLengthCriteria,
     stopping_criteria.EosTokenCriteria,
 }
-_FIELDS_OF_A_RECIPE = {"rows", "sampling", "pad_token_id"}
-
 _NUM_TRIES = 4
 """Lengths at which to look for a recipe of all longer ones, at a preparation each."""
 
@@ -59,8 +57,20 @@ class Plan:
     route: Route
     takes_turns: bool = False
     """Run as a blocking call of `generate`, one at a time."""
-    can_stream: bool = True
-    """transformers takes a streamer there."""
+    call: SampleCall | None = None
+    """The call that transformers prepared for this very prompt, if it did."""
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether transformers takes a streamer there: only its loop `_sample` does."""
+        return self.call is not None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether no random number is drawn."""
+        if self.call is not None:
+            return not self.call.generation_config.do_sample
+        return self.task is not None and self.task.sampling.is_greedy
 
     @property
     def task(self) -> Task | None:
@@ -148,11 +158,9 @@ class Planner:
     def _planned(self, preparation: Preparation) -> Plan:
         route = preparation.route
         has_own = any(self._arguments.get(name) is not None for name in _OWN_OBJECTS)
-        return Plan(
-            route=route,
-            takes_turns=has_own or route.path is not Path.FAST,
-            can_stream=preparation.call is not None,
-        )
+        # Who draws from torch's generator does it in the order of the prompts.
+        takes_turns = has_own or route.task is None or route.task.draws_one_block
+        return Plan(route=route, takes_turns=takes_turns, call=preparation.call)
 
     def _prepare(self, prompt: tuple[int, ...]) -> Preparation:
         return self._handle.prepare(self._model, self.call_arguments(prompt))
@@ -201,8 +209,5 @@ def _is_recipe(preparation: Preparation) -> bool:
     objects = [*call.logits_processor, *call.stopping_criteria]
     if any(type(found) not in _READ_NO_TOKENS for found in objects):
         return False
-    return all(
-        getattr(task, field.name) == field.default
-        for field in fields(task)
-        if field.name not in _FIELDS_OF_A_RECIPE and field.default is not MISSING
-    )
+    plain = Task(rows=task.rows, sampling=task.sampling, pad_token_id=task.pad_token_id)
+    return task == plain

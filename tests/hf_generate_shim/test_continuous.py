@@ -56,6 +56,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "several ends": {"max_new_tokens": 12, "eos_token_id": list(range(40)), "pad_token_id": 9},
     "no end": {"max_new_tokens": 8, "eos_token_id": -1},
     "beams": {"max_new_tokens": 5, "num_beams": 3, "eos_token_id": list(range(30))},
+    "typical_p": {"max_new_tokens": 6, "do_sample": True, "top_k": 1, "typical_p": 0.9},
+    "encoder penalty": {"max_new_tokens": 6, "encoder_repetition_penalty": 2.0},
     "renormalize_logits": {"max_new_tokens": 6, "renormalize_logits": True},
     "top_k 1": {"max_new_tokens": 8, "do_sample": True, "top_k": 1},
     "no cache": {"max_new_tokens": 6, "use_cache": False},
@@ -106,6 +108,31 @@ def test_one_step_serves_all_prompts(model: Qwen3ForCausalLM, handle: Handle) ->
 def test_no_prompts_give_no_results(model: Qwen3ForCausalLM, handle: Handle) -> None:
     assert model.generate_batch([]) == {}
     assert handle.counters == hf_generate_shim.Counters()
+
+
+def test_prompts_in_lockstep_share_the_batch_too(model: Qwen3ForCausalLM, handle: Handle) -> None:
+    rows = [prompt(4 + length) for length in range(12)]
+
+    results = model.generate_batch(rows, max_new_tokens=8, no_repeat_ngram_size=2)
+
+    assert handle.stats().peak_batch == 12
+    assert handle.counters.lockstep == 12
+    assert {result.error for result in results.values()} == {None}
+
+
+def test_sampled_prompts_in_lockstep_draw_from_streams_of_their_own(
+    model: Qwen3ForCausalLM, handle: Handle
+) -> None:
+    config = ContinuousBatchingConfig(seed=5)
+    options = {"max_new_tokens": 8, "do_sample": True, "typical_p": 0.9}
+    options |= {"num_return_sequences": 2, "continuous_batching_config": config}
+
+    together = tokens(model.generate_batch([prompt(6)] * 2, **options))
+    again = tokens(model.generate_batch([prompt(6), prompt(9)], **options))
+
+    assert together[:2] == again[:2]
+    assert len({tuple(row) for row in together}) == 4
+    assert handle.counters.lockstep == 4
 
 
 @pytest.mark.filterwarnings("ignore:.*max_length.*:UserWarning")
@@ -236,9 +263,10 @@ def test_several_sequences_of_beams_are_those_of_generate(model: Qwen3ForCausalL
         {},
         {"repetition_penalty": 3.0},
         {"do_sample": True, "top_k": 5, "temperature": 0.7},
+        {"no_repeat_ngram_size": 2},
         {"num_beams": 2},
     ],
-    ids=["greedy", "penalty", "sampled", "beams"],
+    ids=["greedy", "penalty", "sampled", "lockstep", "beams"],
 )
 @may_fall_back
 def test_logprobs_are_those_of_the_processed_scores(
@@ -255,7 +283,7 @@ def test_logprobs_are_those_of_the_processed_scores(
     for result in results.values():
         expected = scores_after(new_model(), result, options)
         assert result.logprobs == pytest.approx(expected, abs=1e-4)
-    assert handle.counters.fast == 3
+    assert handle.counters.fast + handle.counters.lockstep == 3
 
 
 def scores_after(
