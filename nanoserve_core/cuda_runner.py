@@ -350,6 +350,8 @@ class CudaRunner(ModelRunner):
                 self._tools.compiling_only(),
             ):
                 for part in parts:
+                    if isinstance(part.size, PromptShape):  # torch's own ops do run
+                        self._prompt_inputs.send_padding(part.size)
                     self._function(part)()
 
     def _run_padding(self, part: StepPart) -> None:

@@ -20,9 +20,8 @@ from workloads import uniform
 
 from nanoserve_core import LLM, SamplingParams
 
-CASES = ((1, 256), (16, 192), (256, 128))
-"""Rows and output tokens of each."""
-PROMPT_LEN = 128
+CASES = ((1, 128, 512), (16, 128, 512), (256, 128, 128), (256, 768, 128))
+"""Rows, prompt and output tokens of each. 256 short rows take 3 ms a step, long ones 7."""
 BUSY_COUNTS = (0, 1, 4, 0)
 _SEEDS = itertools.count()
 
@@ -33,9 +32,11 @@ def spin(stop: threading.Event) -> None:
         sum(range(100))
 
 
-def tokens_per_second(llm: LLM, num_rows: int, output_len: int, num_busy: int) -> float:
+def tokens_per_second(
+    llm: LLM, num_rows: int, prompt_len: int, output_len: int, num_busy: int
+) -> float:
     """One run on prompts that no other run had."""
-    prompts = uniform(num_rows, PROMPT_LEN, output_len, seed=next(_SEEDS)).prompts
+    prompts = uniform(num_rows, prompt_len, output_len, seed=next(_SEEDS)).prompts
     params = SamplingParams(
         temperature=0.6, max_tokens=output_len, ignore_eos=True, detokenize=False
     )
@@ -61,14 +62,16 @@ def main() -> None:
     arguments = parser.parse_args()
     before = sys.getswitchinterval()
     with LLM(random_model(SHAPES["0.6B"]), max_num_seqs=256, max_model_len=2048) as llm:
-        for num_rows, output_len in CASES:
-            tokens_per_second(llm, num_rows, output_len, 0)
-        for interval, (num_rows, output_len) in itertools.product(arguments.intervals, CASES):
+        for case in CASES:
+            tokens_per_second(llm, *case, 0)
+        for interval, case in itertools.product(arguments.intervals, CASES):
             sys.setswitchinterval(interval)
-            rates = [tokens_per_second(llm, num_rows, output_len, n) for n in BUSY_COUNTS]
+            rates = [tokens_per_second(llm, *case, num_busy) for num_busy in BUSY_COUNTS]
+            quiet = (rates[0] + rates[-1]) / 2
             figures = zip(BUSY_COUNTS, rates, strict=True)
-            line = ", ".join(f"{n} busy {rate:,.0f}" for n, rate in figures)
-            print(f"{interval * 1e3:g} ms, {num_rows} rows: {line}", flush=True)
+            line = ", ".join(f"{n} busy {rate:,.0f} ({rate / quiet:.2f})" for n, rate in figures)
+            rows = f"{case[0]} rows of {case[1]}"
+            print(f"{interval * 1e3:g} ms, {rows}: {line}", flush=True)
     sys.setswitchinterval(before)
 
 

@@ -42,7 +42,14 @@ def decode_config(
     num_rows: int, *, num_multiprocessors: int, batch_invariant: bool = False
 ) -> DecodeConfig:
     """The configuration for steps of ``num_rows`` decode rows."""
-    min_chunk, max_chunk, num_items, programs = _cuts_and_grid(num_rows)
+    max_chunk = 256 if num_rows == 1 else 512
+    min_chunk = max_chunk if num_rows >= 128 else 64
+    # Up to 16 rows few programs with large tiles: the grid itself costs time, and a row is short
+    # of work for more. Means over six loads (lengths of 200 to 1500, equal and ragged), against
+    # the best of 40 variants for each load: 1.01 at 4 rows, 1.13 at 16, 1.05 at 32, 1.06 at 64;
+    # the next best were 1.03, 1.15, 1.10 and 1.07.
+    programs = 1 if num_rows <= 8 else 2 if num_rows <= 16 else 4 if num_rows < 128 else 6
+    num_items = 1 if num_rows <= 16 else 2
     block_n, num_warps = (64, 4) if num_rows <= 16 else (32, 2)
     if batch_invariant:  # one tile and one chunk for all
         min_chunk = max_chunk = INVARIANT_CHUNK
@@ -56,23 +63,6 @@ def decode_config(
         num_warps=num_warps,
         num_stages=3,
     )
-
-
-def _cuts_and_grid(num_rows: int) -> tuple[int, int, int, int]:
-    """Smallest and largest chunk, items wanted and programs per multiprocessor.
-
-    Chosen within the whole step (0.6B, microseconds): up to 16 rows one program with large tiles,
-    1,232 at 16 rows instead of 1,346 with four of small ones; 32 rows 1,700 with six programs,
-    1,873 with four; 64 rows 2,792 with four, 2,895 with eight; 256 rows chunks of 512 tokens, 294
-    us of attention a layer instead of 306 with 256.
-    """
-    if num_rows <= 16:
-        return 64, 256 if num_rows == 1 else 512, 1, 1
-    if num_rows <= 32:
-        return 64, 256, 2, 6
-    if num_rows < 128:
-        return 64, 512, 1, 4
-    return 512, 512, 2, 6
 
 
 def max_items(config: DecodeConfig, *, num_rows: int, max_kv_len: int, num_kv_heads: int) -> int:
