@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from langchain_core.messages import AIMessage
+    from langchain_core.runnables import Runnable
     from transformers import PreTrainedTokenizerFast
 
 PROMPTS = [f"prompt {number}" + " and more" * (number % 4) for number in range(12)]
@@ -57,6 +60,53 @@ def test_texts_do_not_depend_on_route_blocks_or_late_results(
 
     assert batch == streams == expected
     assert door.reference.tokenizer is not None
+    stats = door.thread.stats()
+    assert (stats.preemptions > 0) == (stats.num_blocks == 16)
+    door.assert_nothing_left()
+
+
+SCHEMA = {
+    "title": "counted",
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["apple", "pear"]},
+        "number": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["kind", "number"],
+}
+
+
+@pytest.fixture(scope="module")
+def documents(real: RealDoor) -> list[str]:
+    """Answers in a format, one call after another, with blocks to spare."""
+    bound = formatted(real)
+    return [str(bound.invoke(prompt, seed=7).content) for prompt in PROMPTS]
+
+
+def formatted(door: RealDoor) -> Runnable[Any, AIMessage]:
+    """A model whose answers have a format."""
+    chat = door.chat(temperature=1.0, max_tokens=NUM_TOKENS, enable_thinking=False)
+    return chat.bind(response_format={"type": "json_schema", "json_schema": {"schema": SCHEMA}})
+
+
+def test_documents_do_not_depend_on_route_blocks_or_late_results(
+    door: RealDoor, documents: list[str]
+) -> None:
+    bound = formatted(door)
+
+    async def streamed(prompt: str) -> str:
+        return "".join([str(chunk.content) async for chunk in bound.astream(prompt, seed=7)])
+
+    async def all_streamed() -> list[str]:
+        return await asyncio.gather(*(streamed(prompt) for prompt in PROMPTS))
+
+    with AdmissionGate(door.thread, len(PROMPTS)):
+        batch = [answer.content for answer in bound.batch(PROMPTS, seed=7)]
+    with AdmissionGate(door.thread, len(PROMPTS)):
+        streams = asyncio.run(all_streamed())
+
+    assert batch == streams == documents
+    assert all(json.loads(document).keys() == {"kind", "number"} for document in documents)
     stats = door.thread.stats()
     assert (stats.preemptions > 0) == (stats.num_blocks == 16)
     door.assert_nothing_left()
