@@ -5,8 +5,7 @@ every other schedule, and write nowhere but to their own blocks.
 from __future__ import annotations
 
 import copy
-import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
     from nanoserve_core.model_runner import StepResult
     from nanoserve_core.plan import ScheduledSeq
-    from nanoserve_core.request import StepOutput
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -241,64 +239,6 @@ def test_every_schedule_gives_each_request_its_solo_tokens(
         assert_one_end_each(outputs, schedule)
         assert_tokens_of_solo_runs(outputs, schedule, "gqa")
         assert_drained(engine)
-
-
-@dataclass(frozen=True)
-class Visitor:
-    """A request of the storm."""
-
-    request: Request
-    step: int
-    abort_step: int | None
-
-
-def storm(num_requests: int) -> list[Visitor]:
-    """Mixed lengths and wishes; one in six is aborted."""
-    rng = random.Random(5)
-    visitors = []
-    for number in range(num_requests):
-        wishes = rng.choice(
-            [
-                {"temperature": 0.0},
-                {"temperature": 0.8},
-                {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
-                {"temperature": 0.8, "repetition_penalty": 1.1},
-            ]
-        )
-        shared = prompt_of(32, seed=rng.randint(900, 902)) if rng.random() < 0.4 else ()
-        request = request_of(number, max_tokens=rng.randint(1, 40), seed=number, **wishes)
-        own = prompt_of(rng.randint(1, 60), seed=number)
-        step = rng.randint(0, 60)
-        abort_step = step + rng.randint(0, 30) if rng.random() < 1 / 6 else None
-        request = replace(request, prompt_token_ids=(*shared, *own))
-        visitors.append(Visitor(request, step, abort_step))
-    return visitors
-
-
-def test_a_storm_in_a_small_pool_gives_each_request_its_solo_tokens() -> None:
-    visitors = storm(300)
-    with make_engine(num_kvcache_blocks=30, max_num_batched_tokens=96) as engine:
-        outputs: dict[str, list[StepOutput]] = {v.request.request_id: [] for v in visitors}
-        step = 0
-        while step <= 100 or engine.has_unfinished_requests():
-            for visitor in visitors:
-                if visitor.step == step:
-                    engine.add_request(visitor.request)
-                if visitor.abort_step == step:
-                    engine.abort(visitor.request.request_id)
-            for output in engine.step():
-                outputs[output.request_id].append(output)
-            step += 1
-        assert engine.stats().preemptions > 0, "the pool is not small"
-        assert_drained(engine)
-    with make_engine(enable_prefix_caching=False) as engine:
-        for visitor in visitors:
-            request = visitor.request
-            expected = run(engine, [request])[request.request_id]
-            own = outputs[request.request_id]
-            tokens = tuple(t for output in own for t in output.token_ids)
-            is_aborted = own[-1].finish_reason == "abort"
-            assert tokens == (expected[: len(tokens)] if is_aborted else expected)
 
 
 def test_nothing_is_written_outside_the_positions_of_live_rows() -> None:
