@@ -47,6 +47,9 @@ def bucket_of(num_rows: int, buckets: tuple[int, ...]) -> int:
 class Replays(Protocol):
     """What the runner needs of graphs; without a device a function is simply called."""
 
+    nbytes: int
+    """Device memory that they took, as far as it can be told."""
+
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         """Do what ``function`` does, on the device, in the order of calls."""
         ...
@@ -58,6 +61,8 @@ class Replays(Protocol):
 
 class PlainCalls:
     """`Replays` that calls every function each time (``enforce_eager``, and without a device)."""
+
+    nbytes = 0
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         """See `Replays`."""
@@ -80,6 +85,7 @@ class StepGraphs:
         self._calls = calls
         self._pool: Any = None  # Any: torch's own type
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, int]] = {}
+        self.nbytes = 0
 
     def __len__(self) -> int:
         """Graphs that were captured."""
@@ -92,7 +98,9 @@ class StepGraphs:
             self._calls.launch_graph(captured[1], self._stream.cuda_stream)
             return
         function()
+        before = self._free_nbytes()
         self._graphs[key] = self._capture(function)
+        self.nbytes += max(before - self._free_nbytes(), 0)  # others may have given some back
 
     def clear(self) -> None:
         """See `Replays`; waits for the stream, because a graph may still be running."""
@@ -101,6 +109,10 @@ class StepGraphs:
             self._calls.destroy_graph(executable)
         self._graphs.clear()
         self._pool = None
+        self.nbytes = 0
+
+    def _free_nbytes(self) -> int:
+        return torch.cuda.mem_get_info(self._stream.device)[0]
 
     def _capture(self, function: Callable[[], None]) -> tuple[torch.cuda.CUDAGraph, int]:
         # Not torch.cuda.graph: on entry it waits for the device and gives the allocator's memory

@@ -184,6 +184,11 @@ class CudaRunner(ModelRunner):
         if not self._wishes.all_steps:
             self._compile(first_parts(self._prompt_inputs.shapes(self._max_num_tokens)))
 
+    def memory_nbytes(self) -> dict[str, int]:
+        """See `ModelRunner.memory_nbytes`."""
+        found = super().memory_nbytes()
+        return {**found, "graphs": self._tools.replays.nbytes} if found else found
+
     def close(self) -> None:
         """See `ModelRunner.close`."""
         if self._is_closed:
@@ -194,6 +199,7 @@ class CudaRunner(ModelRunner):
         super().close()
         del self._rows, self._sampling, self._decode_step, self._uploads, self._outcomes
         del self._tools, self._step_ops, self._wishes, self._prompt_inputs, self._sent
+        self._stream.give_back_memory()
 
     def _launch_captured(self, plan: StepPlan) -> InFlight:
         """Everything on the device."""
@@ -424,6 +430,16 @@ class CudaRunner(ModelRunner):
             self._sent[start : start + len(part)]
             for part, start in zip(parts, (0, *ends), strict=False)
         )
+
+    def _holders(self) -> dict[str, object]:
+        """See `ModelRunner._holders`."""
+        return {
+            **super()._holders(),
+            "slots": self._rows,
+            "sampling": self._sampling,
+            "decode_step": self._decode_step,
+            "inputs": [self._prompt_inputs, self._sent],
+        }
 
     def _make_decode_step(self, weights: Qwen3Weights) -> DecodeStep:
         return DecodeStep(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -77,7 +78,11 @@ class StepStream(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for all of it, and give events back."""
+        """Wait for all of it, and give events and streams back."""
+        ...
+
+    def give_back_memory(self) -> None:
+        """Give the device what no tensor needs any more; once closed."""
         ...
 
 
@@ -106,8 +111,7 @@ class CudaStream:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # torch has no types here
         self._device = device
         with torch.cuda.device(device):
-            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # as above
-            self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # as above
+            self.stream, self._copy_stream = _take_streams(device)
             self.calls = CudaCalls()
             self._marks: list[CudaMark] = []
             self._entry, self._step = self.make_mark(), self.make_mark()
@@ -158,7 +162,13 @@ class CudaStream:
         self._copy_stream.synchronize()
         for mark in self._marks:
             self.calls.destroy_event(mark.event)
+        if self._marks:
+            _idle_streams(self._device).append((self.stream, self._copy_stream))
         self._marks.clear()
+
+    def give_back_memory(self) -> None:
+        """See `StepStream`: what torch keeps for later tensors goes back too."""
+        torch.cuda.empty_cache()
 
 
 class Uploads:
@@ -207,6 +217,23 @@ class Uploads:
             _, mark = self._pieces.popleft()
             mark.wait()
             self._idle_marks.append(mark)
+
+
+@cache
+def _idle_streams(device: torch.device) -> list[tuple[torch.cuda.Stream, torch.cuda.Stream]]:
+    """Streams of engines that were closed: cuBLAS keeps a workspace (32 MiB on Hopper) for each
+    stream it has seen, so that the next engine had better take one of them.
+    """
+    del device
+    return []
+
+
+def _take_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    try:
+        return _idle_streams(device).pop()
+    except IndexError:
+        new_stream = torch.cuda.Stream
+        return new_stream(device), new_stream(device)  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 def _event(mark: Mark) -> int:

@@ -222,6 +222,7 @@ class Engine:
             backends=dict(self._runner.backend_names),
             weights_epoch=self._weights_epoch,
             finished_requests={str(reason): n for reason, n in self._finished_requests.items()},
+            memory=self._runner.memory_nbytes(),
         )
 
     def close(self) -> None:

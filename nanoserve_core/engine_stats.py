@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,6 +34,10 @@ class EngineStats:
     weights_epoch: int
     finished_requests: Mapping[str, int]
     """Finished requests by reason."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Bytes on the engine's device by what they are for: weights (shared ones too), kv_cache,
+    activations, graphs and so on. Without the libraries' workspaces and the code of kernels.
+    """
 
     @property
     def prefix_cache_hit_rate(self) -> float:

@@ -125,13 +125,25 @@ def num_device_blocks(
 
     ``step_nbytes``: scratch of a step of ``max_num_batched_tokens`` tokens, the logits and the
     sampler at ``max_num_seqs`` rows, the batch state: a pool sized without them fails in some later
-    step. Raises `ConfigError` as `num_cpu_blocks`.
+    step. A pool of a given size is taken as it is, for instance beside a model that is being
+    trained. Raises `ConfigError` as `num_cpu_blocks`, and when a given size is more than there is.
     """
+    total, available = memory.total_nbytes(), memory.available_nbytes()
     nbytes = config.kv_cache_memory_bytes
     if nbytes is None:
-        total, available = memory.total_nbytes(), memory.available_nbytes()
         nbytes = int(total * config.gpu_memory_utilization) - (total - available) - step_nbytes
-    return _num_blocks_in(nbytes, config, spec, block_size=block_size, max_model_len=max_model_len)
+    num_blocks = _num_blocks_in(
+        nbytes, config, spec, block_size=block_size, max_model_len=max_model_len
+    )
+    wanted = num_blocks * spec.block_nbytes(block_size)
+    if wanted > available:
+        raise ConfigError(
+            f"a K/V pool of {num_blocks} blocks ({wanted / _GIB:.3f} GiB) was asked for: expected "
+            f"at most {available / _GIB:.3f} GiB, which is what this process can still get of the "
+            f"device's {total / _GIB:.3f}. Lower kv_cache_memory_bytes or num_kvcache_blocks, or "
+            "free memory first."
+        )
+    return num_blocks
 
 
 def available_memory_nbytes() -> int:

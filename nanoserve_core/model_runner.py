@@ -16,6 +16,7 @@ import torch
 
 from nanoserve_core.batch_state import BatchState
 from nanoserve_core.errors import ConfigError, EngineClosed, UnsupportedOption
+from nanoserve_core.held_memory import held_nbytes
 from nanoserve_core.kernels import for_device
 from nanoserve_core.kv_cache import CudaMemory, KVCache, num_cpu_blocks, num_device_blocks
 from nanoserve_core.layers.attention import TorchAttention
@@ -209,6 +210,10 @@ class ModelRunner:
         del max_num_seqs, max_prompt_tokens
         return 0
 
+    def memory_nbytes(self) -> dict[str, int]:
+        """Bytes on the device by what they are for; nothing once closed. Shared weights count."""
+        return {} if self._is_closed else held_nbytes(self._holders(), self._device.type)
+
     def close(self) -> None:
         """Give the memory back. An adopted module keeps its weights and works as before.
         Idempotent.
@@ -219,7 +224,7 @@ class ModelRunner:
         if self._source.adoption is not None:
             self._source.adoption.close()
         self._state.grammars.close()
-        del self._model, self._kv_cache, self._state, self._backend, self._source
+        del self._model, self._kv_cache, self._state, self._backend, self._source, self._weights
 
     def _run(self, plan: StepPlan) -> InFlight:
         step = self._inputs.batch(plan, self._state.last_token)
@@ -277,7 +282,18 @@ class ModelRunner:
             entries += token_logprobs(logits, some_ids, num_top)
         return entries
 
+    def _holders(self) -> dict[str, object]:
+        """Who holds memory, by its name; the first of several who hold the same counts."""
+        return {
+            "weights": self._weights,
+            "kv_cache": self._kv_cache,
+            "attention": self._backend,
+            "batch_state": self._state,
+            "activations": self._model,
+        }
+
     def _build(self, weights: Qwen3Weights) -> CausalModel:
+        self._weights = weights
         return self._source.builder(
             self.spec,
             weights,

@@ -84,6 +84,9 @@ class HostStream:
     def close(self) -> None:
         """Nothing to give back."""
 
+    def give_back_memory(self) -> None:
+        """As above."""
+
 
 class PagedReference:
     """`AttentionBackend` by the book, that reads nothing but the batch's tensors."""

@@ -135,6 +135,25 @@ def test_device_without_room_for_one_sequence_is_refused_at_the_start() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "options", [{"kv_cache_memory_bytes": 3 * GIB}, {"num_kvcache_blocks": 3 * GIB // 32_768}]
+)
+def test_a_pool_of_given_size_that_is_more_than_there_is_is_refused_with_the_numbers(
+    options: dict[str, int],
+) -> None:
+    memory = FakeMemory(total=80 * GIB, available=2 * GIB)
+
+    with pytest.raises(ConfigError, match=r"\(3\.000 GiB\).*at most 2\.000 GiB.*device's 80\.000"):
+        num_device_blocks(
+            EngineConfig(**options),
+            SPEC,
+            block_size=64,
+            max_model_len=512,
+            step_nbytes=GIB,
+            memory=memory,
+        )
+
+
 def test_available_memory_is_a_positive_number() -> None:
     assert 2**20 < available_memory_nbytes() < 2**50
 

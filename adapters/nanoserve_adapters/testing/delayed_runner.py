@@ -59,6 +59,14 @@ class DelayedRunner:
         """The wrapped runner's."""
         return self._runner.weights_epoch()
 
+    def warmup(self, *, max_num_seqs: int, max_prompt_tokens: int) -> int:
+        """The wrapped runner's."""
+        return self._runner.warmup(max_num_seqs=max_num_seqs, max_prompt_tokens=max_prompt_tokens)
+
+    def memory_nbytes(self) -> dict[str, int]:
+        """The wrapped runner's."""
+        return self._runner.memory_nbytes()
+
     def close(self) -> None:
         """Close the wrapped runner."""
         self._runner.close()
