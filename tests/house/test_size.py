@@ -9,10 +9,11 @@ from tests.house.source_tree import CORE, name_of, num_code_lines, package_files
 if TYPE_CHECKING:
     from pathlib import Path
 
-MAX_CORE_LINES = 8_000  # without kernels/
+MAX_CORE_LINES = 8_500  # without kernels/
 """The design set out with 3,500, before logprobs, hooks, adopted weights and their epoch were
 written (5,500), and the runner of a CUDA device: graphs, streams, rows on the device (1,600
-more); the rest is grammars and groups of requests.
+more); then grammars and groups of requests (1,400), kernels compiled ahead, a flash-attn backend
+and memory by name (400).
 Raise it only with a reason in the change that does.
 """
 MAX_FILE_LINES = 450
