@@ -349,16 +349,24 @@ class CudaRunner(ModelRunner):
         return partial(self._decode, size, is_special, then)
 
     def _compile(self, parts: list[StepPart]) -> None:
-        if self._tools.compiling_only is not None:
-            with (
-                plain_torch(self._device.type),
-                self._stream.entered(),
-                self._tools.compiling_only(),
-            ):
+        if self._tools.compiling_only is None:
+            return
+        model, decode_step = self._model, self._decode_step
+        assert isinstance(model, Qwen3Model), "others are not captured"
+        with (
+            plain_torch(self._device.type),
+            self._stream.entered(),
+            self._tools.compiling_only(),
+        ):
+            try:
+                # Each launch costs milliseconds here, and all layers need the same kernels.
+                self._model, self._decode_step = model.of_one_layer(), decode_step.of_one_layer()
                 for part in parts:
                     if isinstance(part.size, PromptShape):  # torch's own ops do run
                         self._prompt_inputs.send_padding(part.size)
                     self._function(part)()
+            finally:
+                self._model, self._decode_step = model, decode_step
 
     def _run_padding(self, part: StepPart) -> None:
         """Writes no K/V and no slot. It takes its place among the steps, like any other."""

@@ -8,6 +8,8 @@ on the device and no request.
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -80,6 +82,12 @@ class DecodeStep:
     def nbytes(spec: ModelSpec, max_num_rows: int) -> int:
         """Bytes of its memory on the device, without the rotary table."""
         return max_num_rows * sum(_widths(spec)) * spec.dtype.itemsize + 4 * _num_parts(spec)
+
+    def of_one_layer(self) -> DecodeStep:
+        """The same step and memory with the first layer only: it needs every kernel once."""
+        one = copy(self)
+        one._weights = replace(self._weights, layers=self._weights.layers[:1])
+        return one
 
     def run(self, rows: StepRows, kv_cache: KVCache, logits: Tensor) -> None:
         """Fill ``logits`` [rows, vocab_size] for the inputs of ``rows``; K/V go to the cache."""

@@ -10,7 +10,8 @@ request and no scheduler: a `ForwardBatch` says which tokens, a `KVCache` holds 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,6 +78,12 @@ class Qwen3Model:
         self._weights = weights
         self._rotary_table = rotary_table(weights.rotary, num_positions=num_positions)
         self._scratch = _Scratch(spec, max_num_tokens, weights.embedding.device, ops)
+
+    def of_one_layer(self) -> Qwen3Model:
+        """The same model and memory with the first layer only: it needs every kernel once."""
+        one = copy(self)
+        one._weights = replace(self._weights, layers=self._weights.layers[:1])
+        return one
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         """The logits of the wanted tokens, [R, vocab_size] in the model's dtype; K and V of all go
