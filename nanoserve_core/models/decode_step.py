@@ -86,7 +86,7 @@ class DecodeStep:
     def of_one_layer(self) -> DecodeStep:
         """The same step and memory with the first layer only: it needs every kernel once."""
         one = copy(self)
-        one._weights = replace(self._weights, layers=self._weights.layers[:1])
+        one._weights = replace(self._weights, layers=self._weights.layers[:1])  # noqa: SLF001  # its own
         return one
 
     def run(self, rows: StepRows, kv_cache: KVCache, logits: Tensor) -> None:

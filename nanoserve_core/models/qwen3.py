@@ -82,7 +82,7 @@ class Qwen3Model:
     def of_one_layer(self) -> Qwen3Model:
         """The same model and memory with the first layer only: it needs every kernel once."""
         one = copy(self)
-        one._weights = replace(self._weights, layers=self._weights.layers[:1])
+        one._weights = replace(self._weights, layers=self._weights.layers[:1])  # noqa: SLF001  # its own
         return one
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
