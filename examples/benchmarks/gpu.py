@@ -15,6 +15,7 @@ import argparse
 import statistics
 import time
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ from nanoserve_core.plugins import PluginManager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from roofline import Shape
     from workloads import Workload
@@ -221,22 +223,27 @@ class StepTimer:
         self._blocks = -(-(CONTEXT + NUM_WARM_STEPS + NUM_STEPS + 4) // runner.block_size)
         self._sampling = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
-    def run(self) -> tuple[float, float]:
-        """Seconds a step; and of them, those in which the host launched."""
+    def run(
+        self, *, num_steps: int = NUM_STEPS, within: AbstractContextManager[object] | None = None
+    ) -> tuple[float, float]:
+        """Seconds a step; and of them, those in which the host launched. ``within``: what is
+        entered for the timed steps.
+        """
         at_once = max(16384 // CONTEXT, 1)
         for first in range(0, self._num_rows, at_once):
             slots = range(first, min(first + at_once, self._num_rows))
             self._runner.launch(self._prefill(slots)).wait()
         plan = self._decode()
         self._launch(plan, NUM_WARM_STEPS)
-        start = time.perf_counter()
-        host = self._launch(plan, NUM_STEPS)
-        seconds = time.perf_counter() - start
+        with within or nullcontext():
+            start = time.perf_counter()
+            host = self._launch(plan, num_steps)
+            seconds = time.perf_counter() - start
         leave = StepPlan(
             step_id=0, seqs=(), num_decode_seqs=0, released=tuple(range(self._num_rows))
         )
         self._runner.launch(leave).wait()
-        return seconds / NUM_STEPS, host / NUM_STEPS
+        return seconds / num_steps, host / num_steps
 
     def _launch(self, plan: StepPlan, num_steps: int) -> float:
         host = 0.0

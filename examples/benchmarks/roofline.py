@@ -100,6 +100,16 @@ def decode_seconds(shape: Shape, contexts: Sequence[int]) -> float:
     return _dense_seconds(shape, num_rows, num_rows) + _attention(shape, num_rows, sum(contexts), 0)
 
 
+def decode_parts(shape: Shape, contexts: Sequence[int]) -> dict[str, float]:
+    """The seconds of `decode_seconds`, by part of the step."""
+    num_rows, names = len(contexts), iter(("qkv", "o", "gate_up", "down", "lm_head"))
+    parts = {"attention": _attention(shape, num_rows, sum(contexts), 0)}
+    parts |= {next(names): _product(product, num_rows) for product in shape.products()}
+    parts["norms, rope, silu"] = num_rows * _elementwise_nbytes(shape) / BANDWIDTH
+    parts["sampler"] = num_rows * shape.vocab_size * NBYTES / BANDWIDTH
+    return parts
+
+
 def prefill_seconds(shape: Shape, chunks: Sequence[tuple[int, int]], num_logits: int) -> float:
     """One step of prompt chunks: (new tokens, context with them) of each."""
     num_tokens = sum(new for new, _ in chunks)
@@ -145,15 +155,24 @@ def workload_seconds(
 
 def _dense_seconds(shape: Shape, num_tokens: int, num_logits: int) -> float:
     """Products, and what norms, rotation, activation and sampling read and write."""
-    seconds = 0.0
-    for is_head, count, inputs, outputs in shape.products():
-        rows = num_logits if is_head else num_tokens
-        nbytes = count * (inputs * outputs + rows * (inputs + outputs)) * NBYTES
-        seconds += max(nbytes / BANDWIDTH, count * 2 * rows * inputs * outputs / PEAK)
+    seconds = sum(
+        _product(product, num_logits if product[0] else num_tokens) for product in shape.products()
+    )
+    nbytes = num_tokens * _elementwise_nbytes(shape) + num_logits * shape.vocab_size * NBYTES
+    return seconds + nbytes / BANDWIDTH
+
+
+def _product(product: tuple[bool, int, int, int], rows: int) -> float:
+    _, count, inputs, outputs = product
+    nbytes = count * (inputs * outputs + rows * (inputs + outputs)) * NBYTES
+    return max(nbytes / BANDWIDTH, count * 2 * rows * inputs * outputs / PEAK)
+
+
+def _elementwise_nbytes(shape: Shape) -> int:
+    """Of one token: norms, rotation and activation, read and written."""
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     width = 8 * shape.hidden_size + 2 * heads + 3 * shape.intermediate_size
-    nbytes = num_tokens * shape.num_layers * width * NBYTES
-    return seconds + (nbytes + num_logits * shape.vocab_size * NBYTES) / BANDWIDTH
+    return shape.num_layers * width * NBYTES
 
 
 def _attention(shape: Shape, num_tokens: int, num_read: int, num_pairs: int) -> float:

@@ -52,3 +52,47 @@ def test_a_start_is_timed_from_its_beginning_to_the_first_token(
     seconds = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert seconds["first token"] > seconds["token"] > 0
     assert seconds["again"] > 0
+
+
+def test_the_hosts_part_of_a_step_is_profiled_and_drawn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture = tmp_path / "profile.svg"
+    options = ["--tiny", "--device", "cpu", "--rows", "1", "3", "--out", str(picture)]
+
+    run(monkeypatch, "step_profile.py", *options)
+
+    printed = capsys.readouterr().out
+    for name in ("schedule", "launch", "commit", "deliver"):
+        assert name in printed
+    assert picture.read_text(encoding="utf-8").count("3 rows") == 1
+
+
+def test_kernels_of_a_step_are_sorted_by_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    profile = runpy.run_path(str(BENCHMARKS / "step_profile.py"))
+    layer = ["nvjet", "qk_norm_rope_write_kernel", "decode_attention_kernel", "skinny", "splitK"]
+    layer += ["add_rms_norm_kernel", "nvjet", "silu_mul_kernel", "gemm", "add_rms_norm_kernel"]
+    head = ["apply_deltas_kernel", "gather_rows_kernel", "decode_plan_kernel", "embed_rms_norm"]
+    tail = ["nvjet", "tile_statistics_kernel", "pick_token_kernel", "advance_state", "Memcpy DtoH"]
+    alone = ["gemv", "qk_norm_rope_write_kernel", "decode_attention_kernel", *["gemv"] * 3]
+    steps = [[*head, *layer, *layer, *tail], [*head, *alone, *alone, "gemv", *tail[1:]]]
+    kernels = [("left out", 9.0), *((name, 1.0) for step in steps for name in step)]
+
+    found = [dict(profile["sum_parts"](step)) for step in profile["steps_of"](kernels)]
+
+    products = {"qkv": 2.0, "o": 2.0, "gate_up": 2.0, "down": 2.0, "lm_head": 1.0}
+    rest = {"attention": 2.0, "state": 5.0, "sampler": 2.0}
+    assert found[0] == {**products, **rest, "o": 4.0, "norms, rope, silu": 9.0}
+    assert found[1] == {**products, **rest, "norms, rope, silu": 3.0}
+
+
+def test_the_floors_of_the_parts_are_the_floor_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    roofline = runpy.run_path(str(BENCHMARKS / "roofline.py"))
+    shape, contexts = roofline["SHAPES"]["8B"], [100, 860, 2000]
+
+    parts = roofline["decode_parts"](shape, contexts)
+
+    assert sum(parts.values()) == pytest.approx(roofline["decode_seconds"](shape, contexts))
+    assert parts["lm_head"] == pytest.approx(2 * (4096 * 151936 + 3 * (4096 + 151936)) / 4.3e12)
