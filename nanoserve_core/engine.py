@@ -430,17 +430,22 @@ class Engine:
 
     def _deliver_tokens(self) -> None:
         """Tokens of samples that go on and want nothing but tokens, all of a visit at once."""
+        now, sequences, requests = time.monotonic(), self._sequences, self._requests
         for sequence_id, token_ids in self._tokens.items():
-            sequence = self._sequences.get(sequence_id)
-            if sequence is not None:  # None: a sibling that failed has ended the request
-                state = self._requests[sequence.request.request_id]
-                prompt_logprobs = state.take_prompt_logprobs() if sequence.index == 0 else None
-                self._deliver(
-                    state,
-                    sequence.index,
+            sequence = sequences.get(sequence_id)
+            if sequence is None:  # a sibling that failed has ended the request
+                continue
+            request_id, index = sequence.request.request_id, sequence.index
+            state = requests[request_id]
+            state.note_output(now, index, None)
+            self._ready.append(
+                StepOutput(
+                    request_id=request_id,
+                    index=index,
                     token_ids=tuple(token_ids),
-                    prompt_logprobs=prompt_logprobs,
+                    prompt_logprobs=None if index else state.take_prompt_logprobs(),
                 )
+            )
         self._tokens.clear()
 
     def _fail(self, state: RequestState, index: int, error: BaseException) -> None:
