@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
@@ -105,7 +105,6 @@ def rows_and_strings(draw: st.DrawFn, kind: str) -> tuple[list[int], list[str]]:
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@settings(max_examples=60)
 @given(data=st.data())
 def test_row_is_completed_where_transformers_says_so(kind: str, data: st.DataObject) -> None:
     ids, strings = data.draw(rows_and_strings(kind))
