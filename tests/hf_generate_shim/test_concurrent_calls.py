@@ -10,7 +10,7 @@ import pytest
 
 import hf_generate_shim
 from hf_generate_shim import TokenIdOutOfRange
-from nanoserve_adapters.testing import AdmissionGate, leak_check, settle
+from nanoserve_adapters.testing import AdmissionGate, leak_check, settle, tiny_tokenizer
 from nanoserve_core import hookimpl
 from nanoserve_core.errors import EngineClosed, EngineDead, RequestFailed
 from tests.hf_generate_shim.calls import VOCAB_SIZE, Options, batch, prompt, ragged
@@ -47,26 +47,35 @@ def test_sixteen_threads_join_one_batch(model: Qwen3ForCausalLM) -> None:
 
 
 def test_calls_with_different_options_run_side_by_side(model: Qwen3ForCausalLM) -> None:
-    calls: list[Options] = [
+    """huggingface/transformers#48468, #43457: each keeps its own history and rules."""
+    fast: list[Options] = [
         {**batch(prompt(6)), "repetition_penalty": 5.0},
         {**batch(prompt(8)), "bad_words_ids": [[97], [118, 61]]},
         {**batch(prompt(5)), "min_new_tokens": 5, "eos_token_id": list(range(90))},
         {**batch(prompt(7)), "eos_token_id": list(range(60)), "pad_token_id": 9},
         {**batch(prompt(6), prompt(9)), "do_sample": True, "top_k": 1},
         {**ragged(), "suppress_tokens": [97, 118]},
+        {**batch(prompt(5)), "begin_suppress_tokens": [97], "forced_eos_token_id": 5},
+        {**batch(prompt(4)), "stop_strings": ["a", "z"], "tokenizer": tiny_tokenizer()},
     ]
+    lockstep: list[Options] = [
+        {**ragged(), "no_repeat_ngram_size": 2},
+        {**batch(prompt(3), prompt(8)), "no_repeat_ngram_size": 1, "repetition_penalty": 1.3},
+    ]
+    calls = [*fast, *lockstep]
     expected = [model.generate(**call, max_new_tokens=12).tolist() for call in calls]
 
     with (
         hf_generate_shim.installed(model, num_kvcache_blocks=256) as handle,
         ThreadPoolExecutor(len(calls)) as executor,
     ):
-        with AdmissionGate(handle.thread, 10):  # two and four rows in the last two calls
+        num_rows = sum(len(call["input_ids"]) for call in calls)
+        with AdmissionGate(handle.thread, num_rows):
             futures = [executor.submit(model.generate, **c, max_new_tokens=12) for c in calls]
         outputs = [future.result(timeout=60).tolist() for future in futures]
 
     assert outputs == expected
-    assert handle.counters.fast == len(calls)
+    assert (handle.counters.fast, handle.counters.lockstep) == (len(fast), len(lockstep))
 
 
 def test_first_calls_may_come_at_once_after_a_while(

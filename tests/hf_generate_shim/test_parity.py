@@ -203,11 +203,17 @@ PADDED_PENALTY: dict[str, Options] = {
 CASES = {**FAST, **LOCKSTEP, **FALLBACK, **PADDED_PENALTY}
 
 
-def run(model: Qwen3ForCausalLM, name: str) -> Output:
-    """One case, eight tokens unless it says otherwise; lists are copied, since processors adapt."""
+def options_of(name: str) -> Options:
+    """One case, eight tokens unless it says otherwise."""
     options = {**ragged(), "max_new_tokens": 8, **CASES[name]}
     if "generation_config" in options:
         del options["max_new_tokens"]
+    return options
+
+
+def run(model: Qwen3ForCausalLM, name: str) -> Output:
+    """Run one case, without the warning of a fallback."""
+    options = options_of(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NanoserveFallbackWarning)
         return model.generate(**options)
@@ -260,6 +266,20 @@ def test_lockstep_call_equals_transformers(
     assert_equal(output, expected[name], eos_of(name))
     counters = handle.counters
     assert (counters.lockstep, counters.fallback) == (before.lockstep + 1, before.fallback)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_path_is_foretold(model: Qwen3ForCausalLM, handle: Handle, name: str) -> None:
+    before = handle.counters
+
+    explanation = hf_generate_shim.explain(model, **options_of(name))
+
+    run(model, name)
+    after = handle.counters
+    paths = ("fast", "lockstep", "fallback")
+    (taken,) = (path for path in paths if vars(after)[path] > vars(before)[path])
+    assert explanation.path == taken
+    assert bool(explanation.reasons) == (taken != "fast")
 
 
 @pytest.mark.parametrize("name", FALLBACK)
