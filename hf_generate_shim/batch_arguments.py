@@ -48,6 +48,7 @@ class BatchArguments:
         self._common = dict(common)
         self._lock = threading.Lock()
         self._planners: OrderedDict[str, Planner] = OrderedDict()
+        self._teachers: dict[str, Planner] = {}
 
     def planner(self, handle: Handle, model: nn.Module, given: Mapping[str, HFObject]) -> Planner:
         """The planner for requests with the arguments ``given``, which win over the common ones.
@@ -56,17 +57,30 @@ class BatchArguments:
         """
         arguments = self._merged(given)
         key = _key(arguments)
+        if key is None:
+            return self._new_planner(handle, model, arguments)
         with self._lock:
-            planner = self._planners.get(key) if key is not None else None
+            planner = self._planners.get(key)
         if planner is None:
             planner = self._new_planner(handle, model, arguments)
-        if key is not None:
-            with self._lock:
-                self._planners[key] = planner
-                self._planners.move_to_end(key)
-                while len(self._planners) > _MAX_PLANNERS:
-                    self._planners.popitem(last=False)
+            self._teach(planner, arguments)
+        with self._lock:
+            self._planners[key] = planner
+            self._planners.move_to_end(key)
+            while len(self._planners) > _MAX_PLANNERS:
+                self._planners.popitem(last=False)
         return planner
+
+    def _teach(self, planner: Planner, arguments: Mapping[str, HFObject]) -> None:
+        """Let a new planner learn from an earlier one that has another ``max_new_tokens``."""
+        limit = planner.resolved("max_new_tokens")
+        if limit is None:
+            return
+        others = {name: arg for name, arg in arguments.items() if name != "max_new_tokens"}
+        with self._lock:
+            teacher = self._teachers.setdefault(str(_key(others)), planner)
+        if teacher is not planner:
+            planner.learn_from(teacher, limit)
 
     def are_equal(self, other: BatchArguments) -> bool:
         """Whether requests get the same from both; False when they hold objects."""

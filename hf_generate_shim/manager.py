@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hf_generate_shim.pause import EnginePause
     from hf_generate_shim.planner import Plan, Planner
     from hf_generate_shim.turns import Turns
+    from nanoserve_adapters.unsupported import Unsupported
 
 _LOG = logging.getLogger(__name__)
 
@@ -327,17 +328,24 @@ class BatchingManager:
             )
             for prompt, request_id in zip(inputs, ids, strict=True)
         ]
+        reasons = self._handle.engine.reasons()  # once: it costs more than all else of a request
         pairs = zip(inputs, map(OpenRequest, forms), strict=True)
-        work = [self._planned(planner, prompt, request) for prompt, request in pairs]
+        work = [self._planned(planner, prompt, request, reasons) for prompt, request in pairs]
         self._begin([item for item in work if item is not None])
         return forms
 
-    def _planned(self, planner: Planner, prompt: HFObject, request: OpenRequest) -> Work | None:
+    def _planned(
+        self,
+        planner: Planner,
+        prompt: HFObject,
+        request: OpenRequest,
+        model_reasons: Sequence[Unsupported],
+    ) -> Work | None:
         """The request ready to run; None when it has failed already."""
         place = next(self._places)
         try:
             tokens = read_prompt(prompt, self.model.config.vocab_size)
-            plan = planner.plan(tokens)
+            plan = planner.plan(tokens, model_reasons=model_reasons)
         except ValueError as error:
             if not isinstance(error, InvalidRequest) and planner.fails_for_any_prompt():
                 raise

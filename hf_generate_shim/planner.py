@@ -20,13 +20,14 @@ from hf_generate_shim.route import Path, Route
 from hf_generate_shim.task import Task
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
 
     from hf_generate_shim.call import HFObject, SampleCall
     from hf_generate_shim.handle import Handle
     from hf_generate_shim.preparation import Preparation
+    from nanoserve_adapters.unsupported import Unsupported
 
 # What these make of a call depends on its config and the prompt's length, never on its tokens.
 _READ_NO_TOKENS = {
@@ -43,6 +44,9 @@ _READ_NO_TOKENS = {
     stopping_criteria.MaxLengthCriteria,
     stopping_criteria.EosTokenCriteria,
 }
+_LONG_ENOUGH = 16
+"""A length at which nothing tells short prompts from long ones: forced first tokens, bad words."""
+
 _NUM_TRIES = 4
 """Lengths at which to look for a recipe of all longer ones, at a preparation each."""
 
@@ -140,16 +144,34 @@ class Planner:
         # Given, because otherwise transformers would take pad ids in the prompt for padding.
         return {**self._arguments, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
-    def plan(self, prompt: tuple[int, ...]) -> Plan:
+    def learn_from(self, other: Planner, max_new_tokens: HFObject) -> None:
+        """Take over what ``other`` knows, whose arguments differ in ``max_new_tokens`` only: the
+        usual case of a service, where it would be found out again for each request.
+        """
+        if type(max_new_tokens) is not int or max_new_tokens < 1:
+            return
+        for key, recipe in other._recipes.items():
+            if recipe is None or key[0] != other._general_from:
+                continue
+            sampling = recipe.sampling
+            if sampling.min_tokens == 0 and sampling.max_tokens == other.resolved("max_new_tokens"):
+                limited = sampling.replace(max_tokens=max_new_tokens)
+                self._recipes[key] = replace(recipe, sampling=limited)
+                self._general_from = other._general_from
+
+    def plan(
+        self, prompt: tuple[int, ...], *, model_reasons: Sequence[Unsupported] | None = None
+    ) -> Plan:
         """How to generate after ``prompt``, known ids and at least one.
 
-        Raises what transformers' preparation raises: `ValueError` for a prompt that leaves no room
-        below ``max_length``.
+        ``model_reasons``: what the engine has just said of the model, if it was asked. Raises what
+        transformers' preparation raises: `ValueError` for a prompt that leaves no room below
+        ``max_length``.
         """
         recipe = self._recipe(len(prompt))
         if recipe is None:
             return self._planned(self._prepare(prompt))
-        reasons = self._handle.engine.reasons()
+        reasons = self._handle.engine.reasons() if model_reasons is None else model_reasons
         if reasons:
             return Plan(route=Route.fallback(reasons), takes_turns=True)
         task = replace(recipe, rows=(prompt,) * len(recipe.rows))
@@ -175,12 +197,15 @@ class Planner:
             return None
         if length >= self._general_from:
             return self._found(int(self._general_from))
-        here = self._found(length)
-        if here is not None and self._num_tries > 0:
+        if self._num_tries > 0:
             self._num_tries -= 1
-            if here == self._found(length + 1):
-                self._general_from = length
-        return here
+            # A shorter one than the prompt may give a warning that is not the caller's.
+            low = length if self.resolved("min_length") else min(length, _LONG_ENOUGH)
+            here = self._found(low)
+            if here is not None and here == self._found(low + 1):
+                self._general_from = low
+                return here
+        return self._found(length)
 
     def _found(self, length: int) -> Task | None:
         autocast = torch.is_autocast_enabled(next(self._model.parameters()).device.type)

@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 
 from hf_generate_shim.batch_arguments import BatchArguments
 from nanoserve_core.errors import UnsupportedOption
+from tests.hf_generate_shim.calls import batch
 
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
@@ -83,3 +84,42 @@ def test_equality_is_of_configs_and_arguments() -> None:
     assert not first.are_equal(BatchArguments(config, {"top_k": 5}))
     assert not first.are_equal(BatchArguments(None, {"top_k": 4}))
     assert not BatchArguments(None, {"x": first}).are_equal(BatchArguments(None, {"x": first}))
+
+
+@pytest.mark.parametrize(
+    ("common", "num_prepared"),
+    [({}, 0), ({"do_sample": True, "top_p": 0.5}, 0), ({"min_new_tokens": 2}, 2)],
+    ids=["greedy", "sampled", "a minimum"],
+)
+def test_another_limit_costs_no_preparation_where_nothing_else_depends_on_it(
+    model: Qwen3ForCausalLM,
+    handle: Handle,
+    monkeypatch: pytest.MonkeyPatch,
+    common: dict[str, object],
+    num_prepared: int,
+) -> None:
+    arguments = BatchArguments(None, {"eos_token_id": 5, "pad_token_id": 5, **common})
+    arguments.planner(handle, model, {"max_new_tokens": 4}).plan((1, 2, 3))
+    prepare, prepared = handle.prepare, []
+    monkeypatch.setattr(handle, "prepare", lambda *call: prepared.append(1) or prepare(*call))
+
+    plan = arguments.planner(handle, model, {"max_new_tokens": 9}).plan((1, 2, 3, 4))
+
+    assert plan.task is not None
+    assert plan.task.sampling.max_tokens == 9
+    assert len(prepared) == num_prepared
+    call = {**batch([1, 2, 3, 4]), "max_new_tokens": 9, "eos_token_id": 5, "pad_token_id": 5}
+    assert prepare(model, {**call, **common}).route.task == plan.task
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_wrong_limit_is_refused_as_generate_does(
+    model: Qwen3ForCausalLM, handle: Handle, limit: int
+) -> None:
+    arguments = BatchArguments(None, {})
+    arguments.planner(handle, model, {"max_new_tokens": 4}).plan((1, 2, 3))
+
+    planner = arguments.planner(handle, model, {"max_new_tokens": limit})
+
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        planner.plan((1, 2, 3))

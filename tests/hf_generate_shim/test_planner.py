@@ -71,7 +71,7 @@ def test_plan_is_what_the_prompt_s_own_call_gives(
     [
         ({"max_new_tokens": 4}, 2),
         ({"max_new_tokens": 4, "do_sample": True, "top_p": 0.5, "repetition_penalty": 2.0}, 2),
-        ({"max_length": 200}, 100 + 4),
+        ({"max_length": 200}, 100 + 8),
     ],
     ids=["greedy", "sampled", "each length"],
 )
