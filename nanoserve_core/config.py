@@ -33,6 +33,10 @@ class EngineConfig:
     """Most sequences running (holding K/V) at a time."""
     max_num_batched_tokens: int = 16384
     """Most query tokens in one step; longer prompts are computed in chunks."""
+    long_prefill_token_threshold: int = 1024
+    """Most tokens of one prompt in a step in which others generate: they wait for no longer chunk.
+    0: no limit but ``max_num_batched_tokens``, which is the only one while nobody generates.
+    """
     max_model_len: int = 4096
     """Longest prompt plus output in tokens; the model's own limit wins when it is smaller."""
     gpu_memory_utilization: float = 0.9
@@ -75,6 +79,9 @@ class EngineConfig:
                 _is_int(getattr(self, name)) and getattr(self, name) >= 1,
                 "an integer >= 1",
             )
+        threshold = self.long_prefill_token_threshold
+        is_threshold = _is_int(threshold) and threshold >= 0
+        _require("long_prefill_token_threshold", threshold, is_threshold, "an integer >= 0")
         size = self.block_size
         is_size = size is None or (_is_int(size) and size >= 1)
         _require("block_size", size, is_size, "None or an integer >= 1")

@@ -93,6 +93,7 @@ class Engine:
             max_model_len=runner.max_model_len,
             eos_token_ids=frozenset(runner.spec.eos_token_ids),
             watermark=config.watermark,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
         self.config = config
         self.spec: ModelSpec = runner.spec

@@ -95,7 +95,7 @@ class StepPlan:
     """
     block_copies: tuple[tuple[int, int], ...] = ()
     """(source block, destination block): whole blocks to copy, K and V of every layer, before the
-    forward.
+    forward. All at the same time: no block is a source and a destination.
     """
 
     @property

@@ -24,17 +24,18 @@ One thread at a time.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanoserve_core.errors import RequestTooLong
 from nanoserve_core.lockstep import Lockstep, num_blocks_together
-from nanoserve_core.plan import CachedPrefix, ScheduledSeq, SlotAssignment, StepPlan
+from nanoserve_core.plan import CachedPrefix, ScheduledSeq
 from nanoserve_core.request import FinishReason, SequenceStatus
 from nanoserve_core.scheduled_row import assignment_of, row_of, wants_prompt_logprobs
 from nanoserve_core.scheduler_events import Admission, Committed, SchedulerEvents, SchedulerStats
 from nanoserve_core.slot_pool import SlotPool
+from nanoserve_core.step_draft import StepDraft
 from nanoserve_core.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
@@ -42,21 +43,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as ListOf
 
     from nanoserve_core.block_manager import BlockManager
+    from nanoserve_core.plan import StepPlan
     from nanoserve_core.request import Sequence
 
 __all__ = ["Admission", "Committed", "Scheduler", "SchedulerEvents", "SchedulerStats"]
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A step being planned; ``sequences`` are those of the rows."""
-
-    budget: int
-    rows: list[ScheduledSeq] = field(default_factory=list)
-    sequences: list[Sequence] = field(default_factory=list)
-    num_decode_seqs: int = 0
-    assigned: list[SlotAssignment] = field(default_factory=list)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 class _Launched(NamedTuple):
@@ -76,8 +66,10 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
         watermark: float = 0.01,
+        long_prefill_token_threshold: int = 0,
     ) -> None:
         """``watermark``: share of the blocks that admission leaves for running sequences to grow.
+        ``long_prefill_token_threshold``: see `EngineConfig`.
 
         No more than ``max_num_batched_tokens`` sequences run, so that each advances in every step.
         """
@@ -85,6 +77,7 @@ class Scheduler:
         self._block_size = block_manager.block_size
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._long_prefill = long_prefill_token_threshold or max_num_batched_tokens
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._num_watermark_blocks = int(watermark * block_manager.num_blocks)
@@ -156,7 +149,7 @@ class Scheduler:
         manager = self._block_manager
         num_running = len(self._decoding) + len(self._lockstep.ready)
         has_room = manager.num_free_blocks >= num_running or self._grow_tables()
-        draft = _Draft(self._max_num_batched_tokens)
+        draft = StepDraft(self._max_num_batched_tokens)
         self._add_decode_rows(draft)
         for sequence in list(self._prefilling.values()):
             if draft.budget > 0:
@@ -313,7 +306,7 @@ class Scheduler:
         for running in (self._prefilling, self._decoding, self._lockstep.ready):
             running.pop(sequence.sequence_id, None)
 
-    def _add_decode_rows(self, draft: _Draft) -> None:
+    def _add_decode_rows(self, draft: StepDraft) -> None:
         """One token for each decoding sequence, unless it is certain to end first or lacks a block.
 
         Written for speed: with 256 rows this loop is most of the cost of a step.
@@ -354,7 +347,7 @@ class Scheduler:
         draft.num_decode_seqs = len(rows)
         draft.budget -= len(rows)
 
-    def _add_group_rows(self, draft: _Draft) -> None:
+    def _add_group_rows(self, draft: StepDraft) -> None:
         """One token for each member of the groups that are complete and have the blocks for it."""
         manager = self._block_manager
         for members in self._lockstep.complete_groups():
@@ -366,7 +359,7 @@ class Scheduler:
                 draft.rows += [row_of(s, s.num_tokens - 1, s.num_tokens) for s in members]
                 draft.sequences += members
 
-    def _add_prefill_row(self, draft: _Draft, sequence: Sequence) -> None:
+    def _add_prefill_row(self, draft: StepDraft, sequence: Sequence) -> None:
         """The next chunk of a sequence; after the last one it decodes.
 
         A member of a group keeps its last token for the step that all run together.
@@ -374,7 +367,8 @@ class Scheduler:
         is_member = sequence.request.group is not None
         start, last = sequence.num_computed_tokens + sequence.num_in_flight, sequence.num_tokens
         last -= is_member
-        end = min(start + draft.budget, last)
+        most = self._long_prefill if draft.num_decode_seqs else draft.budget
+        end = min(start + min(most, draft.budget), last)
         if end == last:
             del self._prefilling[sequence.sequence_id]
             decoding = self._lockstep.ready if is_member else self._decoding
@@ -390,7 +384,7 @@ class Scheduler:
         else:
             self._stats.num_prefill_tokens += end - start
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: StepDraft) -> None:
         """Start waiting sequences in their order until one does not fit.
 
         Those whose next block a launched step is computing are put aside, and hinder nobody; but
@@ -400,7 +394,7 @@ class Scheduler:
             sequence = self._waiting.peek()
             if sequence is None or sequence.sequence_id == self._blocked_id:
                 return
-            prefix = self._find_prefix(sequence)
+            prefix = draft.original(self._find_prefix(sequence))
             if prefix.is_computing and self._waiting.is_joining:
                 return
             if prefix.is_computing:
@@ -439,7 +433,7 @@ class Scheduler:
         num_reserved = self._num_watermark_blocks if self._num_running and not is_joining else 0
         return num_needed + num_reserved <= manager.num_free_blocks
 
-    def _start(self, draft: _Draft, sequence: Sequence, prefix: CachedPrefix) -> None:
+    def _start(self, draft: StepDraft, sequence: Sequence, prefix: CachedPrefix) -> None:
         block_copy = self._block_manager.allocate(sequence, prefix, sequence.num_tokens)
         if block_copy is not None:
             draft.block_copies.append(block_copy)
@@ -456,16 +450,9 @@ class Scheduler:
             self._admitted.append(Admission(sequence, prefix.num_tokens))
         draft.assigned.append(assignment_of(sequence))
 
-    def _launch(self, draft: _Draft) -> StepPlan:
+    def _launch(self, draft: StepDraft) -> StepPlan:
         stats = self._stats
-        plan = StepPlan(
-            step_id=stats.num_steps,
-            seqs=tuple(draft.rows),
-            num_decode_seqs=draft.num_decode_seqs,
-            assigned=tuple(draft.assigned),
-            released=tuple(self._released_slots),
-            block_copies=tuple(draft.block_copies),
-        )
+        plan = draft.plan(stats.num_steps, self._released_slots)
         self._released_slots.clear()
         self._launched.append(_Launched(plan, draft.sequences))
         stats.num_steps += 1

@@ -147,8 +147,9 @@ class SimulatedDevice:
         for assignment in plan.assigned:
             self._assign(assignment)
         launched = Launched(plan, [])
-        for source, destination in plan.block_copies:
-            self.memory[destination] = list(self.memory[source])
+        copied = [list(self.memory[source]) for source, _ in plan.block_copies]
+        for (_, destination), content in zip(plan.block_copies, copied, strict=True):
+            self.memory[destination] = content  # all at the same time
         num_decode = sum(1 for row in plan.seqs[: plan.num_decode_seqs] if row.num_tokens == 1)
         assert num_decode == plan.num_decode_seqs, "a decode row has one token"
         for row in plan.seqs:

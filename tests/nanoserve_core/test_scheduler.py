@@ -36,6 +36,7 @@ def make_loop(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 64,
     watermark: float = 0.0,
+    long_prefill: int = 0,
     eos_every: int = 7,
 ) -> EngineLoop:
     """A scheduler with a simulated device."""
@@ -47,6 +48,7 @@ def make_loop(
         max_model_len=128,
         eos_token_ids=frozenset({EOS}),
         watermark=watermark,
+        long_prefill_token_threshold=long_prefill,
     )
     model = SimulatedModel(eos_every=eos_every)
     return EngineLoop(scheduler, block_manager=manager, model=model, run_ahead=run_ahead)
@@ -931,3 +933,55 @@ def test_equal_calls_give_equal_plans() -> None:
 
     assert [p.seqs for p in plans()] == [p.seqs for p in plans()]
     assert [p.block_copies for p in plans()] == [p.block_copies for p in plans()]
+
+
+def test_a_block_that_a_step_copies_to_is_not_copied_from_in_it(
+    new_request: RequestFactory,
+) -> None:
+    # The leader is preempted with 8 tokens, of which another sequence has registered all: admitted
+    # again it wants a copy of the last block, and its follower, who waited for a slot, a copy of
+    # that copy.
+    loop = make_loop(4, max_num_seqs=2)
+    probe = RequestFactory()
+    probe([0])
+    leader_tokens, _ = loop.device.model.solo_run(probe(range(6), n=2)[0])
+    (other,) = new_request(leader_tokens[:8], max_tokens=6)
+    leader, follower = new_request(range(6), n=2)
+    add(loop, [other])
+    for _ in range(3):
+        step(loop)
+    add(loop, [leader, follower])
+    while not other.is_finished:
+        step(loop)
+    assert (leader.num_preemptions, leader.num_tokens, follower.num_output_tokens) == (1, 8, 0)
+    last_block = loop.block_manager.lookup(leader).copy_from
+
+    plan = step(loop)
+
+    assert [source for source, _ in plan.block_copies] == [last_block] * 2
+    assert len({destination for _, destination in plan.block_copies} - {last_block}) == 2
+    while loop.scheduler.has_unfinished:
+        step(loop)
+    assert_solo(loop, [other, leader, follower])
+
+
+def test_a_long_prompt_is_cut_short_while_others_generate_and_only_then(
+    new_request: RequestFactory,
+) -> None:
+    loop = make_loop(max_num_batched_tokens=40, long_prefill=10)
+    (stream,) = new_request(range(30), max_tokens=3)
+    (long,) = new_request(range(100, 170), max_tokens=2)
+    (short,) = new_request(range(200, 206), max_tokens=2)
+    add(loop, [stream], [long], [short])
+
+    plans = [ranges(step(loop)) for _ in range(4)]
+
+    assert plans == [
+        [(0, 0, 30), (1, 0, 10)],
+        [(0, 30, 31), (1, 10, 20), (2, 0, 6)],
+        [(0, 31, 32), (2, 6, 7), (1, 20, 30)],
+        [(1, 30, 70)],
+    ]
+    while loop.scheduler.has_unfinished:
+        step(loop)
+    assert_solo(loop, [stream, long, short])

@@ -64,6 +64,7 @@ def engine_options(draw: st.DrawFn) -> dict[str, Any]:
         "max_model_len": MAX_LEN,
         "max_num_seqs": draw(st.integers(1, 6)),
         "max_num_batched_tokens": draw(st.integers(1, 40)),
+        "long_prefill_token_threshold": draw(st.sampled_from([0, 2, 1024])),
         "watermark": draw(st.sampled_from([0.0, 0.01, 0.2])),
         "enable_prefix_caching": draw(st.sampled_from([True, True, True, False])),
     }
