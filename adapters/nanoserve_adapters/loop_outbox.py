@@ -28,7 +28,7 @@ class Outgoing(NamedTuple):
     is_wanted: Callable[[], bool]
 
 
-TURNS_PER_PASS = 16
+TURNS_PER_PASS = 8
 """Preparations in one pass of a loop: about half a millisecond each."""
 MAX_HELD = 64
 """Requests that wait for further tasks' preparations before the engine hears of them."""

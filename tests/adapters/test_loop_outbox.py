@@ -78,7 +78,7 @@ def test_other_callbacks_of_the_loop_run_between_the_turns_of_many_tasks() -> No
         order.append(name)
 
     async def heartbeat() -> None:
-        for _ in range(6):
+        for _ in range(12):
             order.append("beat")
             await asyncio.sleep(0)
 
@@ -104,14 +104,14 @@ def test_task_that_is_cancelled_while_it_waits_for_its_turn_holds_nobody_up() ->
     async def all_of_them() -> None:
         tasks = [asyncio.ensure_future(one(number)) for number in range(40)]
         await asyncio.sleep(0)
-        for task in tasks[16:36]:
+        for task in tasks[TURNS_PER_PASS:36]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     with running() as thread:
         asyncio.run(all_of_them())
 
-    assert done == [*range(16), *range(36, 40)]
+    assert done == [*range(TURNS_PER_PASS), *range(36, 40)]
 
 
 def test_request_whose_reader_leaves_in_the_same_pass_never_runs() -> None:

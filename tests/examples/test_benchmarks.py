@@ -96,3 +96,13 @@ def test_the_floors_of_the_parts_are_the_floor_of_the_step(monkeypatch: pytest.M
 
     assert sum(parts.values()) == pytest.approx(roofline["decode_seconds"](shape, contexts))
     assert parts["lm_head"] == pytest.approx(2 * (4096 * 151936 + 3 * (4096 + 151936)) / 4.3e12)
+
+
+def test_overhead_of_calls_and_chunks_is_measured_in_every_way(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, "langchain_overhead.py", "--parts", "calls", "--repeats", "1")
+
+    printed = capsys.readouterr().out
+    for row in ("ainvoke, a call", "chain.invoke, a call", "chain.astream, a chunk", "llm.stream"):
+        assert row in printed

@@ -16,6 +16,7 @@ from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel
 
 from langchain_llm import ChatNanoserve, NanoserveLLM
+from nanoserve_adapters.loop_outbox import TURNS_PER_PASS
 from nanoserve_adapters.testing import AdmissionGate
 
 if TYPE_CHECKING:
@@ -244,6 +245,43 @@ def test_event_loop_goes_on_while_streams_wait_for_the_engine(
     texts = asyncio.run(wait_and_release())
 
     assert texts == ["Hello."] * 8
+
+
+@pytest.mark.parametrize("kind", ["chat", "llm"])
+def test_calls_that_start_together_prepare_a_few_at_a_time(
+    fake: FakeDoor, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = fake.chat() if kind == "chat" else fake.llm()
+    prepared: list[int] = []  # prompts tokenised between two beats of the loop
+    encode = fake.tokenizer.encode
+
+    def counted(text: str, **options: Any) -> list[int]:
+        prepared[-1] += 1
+        token_ids: list[int] = encode(text, **options)
+        return token_ids
+
+    async def heartbeat() -> None:
+        while True:
+            prepared.append(0)
+            await asyncio.sleep(0)
+
+    async def calls_beside_a_heartbeat() -> list[Any]:
+        beats = asyncio.ensure_future(heartbeat())
+        await asyncio.sleep(0)
+        monkeypatch.setattr(fake.tokenizer, "encode", counted)
+        half = PROMPTS[:25]
+        answers = [asyncio.gather(*(model.ainvoke(prompt) for prompt in half))]
+        answers += [asyncio.gather(*(streamed(model, prompt) for prompt in half))]
+        found = await asyncio.gather(*answers)
+        beats.cancel()
+        return found
+
+    model.invoke("what is done once is done")
+    answers = asyncio.run(calls_beside_a_heartbeat())
+
+    assert len(answers[0]) == len(answers[1]) == 25
+    assert sum(prepared) >= 50
+    assert max(prepared) <= 2 * TURNS_PER_PASS
 
 
 def test_sync_calls_inside_async_code_finish_though_the_loop_limits_them(fake: FakeDoor) -> None:
