@@ -78,6 +78,7 @@ class StopStrings(StoppingCriteria):  # type: ignore[misc]  # transformers has n
         self._texts = TokenTexts(tokenizer)
         self._stops = [string.encode() for string in strings]
         self._last_bytes = {stop[-1] for stop in self._stops}
+        self._may_end: dict[int, bool] = {}
         self._reach = max(map(len, self._stops)) - 1
 
     @property
@@ -94,9 +95,9 @@ class StopStrings(StoppingCriteria):  # type: ignore[misc]  # transformers has n
         """Whether the last of ``token_ids`` completes a stop string; they are the newest tokens of
         a row, `num_tokens` of them or all there are.
         """
-        newest = self._texts[token_ids[-1]]
-        if not newest or self._last_bytes.isdisjoint(newest):
+        if not self._may_end_with(token_ids[-1]):
             return False
+        newest = self._texts[token_ids[-1]] or b""
         before = self._before(token_ids)
         return any(
             stop in before[max(0, len(before) - len(stop) + 1) :] + newest for stop in self._stops
@@ -108,6 +109,8 @@ class StopStrings(StoppingCriteria):  # type: ignore[misc]  # transformers has n
 
         def should_stop(index: int, output_token_ids: list[int]) -> bool:
             del index
+            if not self._may_end_with(output_token_ids[-1]):
+                return False
             newest = output_token_ids[-self.num_tokens :]
             return self.is_completed_by(
                 newest if len(newest) == self.num_tokens else (tail + newest)[-self.num_tokens :]
@@ -121,6 +124,14 @@ class StopStrings(StoppingCriteria):  # type: ignore[misc]  # transformers has n
         rows = input_ids[:, -self.num_tokens :].tolist()
         done = [self.is_completed_by(row) for row in rows]
         return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
+
+    def _may_end_with(self, token_id: int) -> bool:
+        """Whether the token holds the last byte of a string; most tokens do not."""
+        may_end = self._may_end.get(token_id)
+        if may_end is None:
+            text = self._texts[token_id] or b""
+            may_end = self._may_end[token_id] = not self._last_bytes.isdisjoint(text)
+        return may_end
 
     def _before(self, token_ids: Sequence[int]) -> bytes:
         """The text before the newest token as far as it can matter."""

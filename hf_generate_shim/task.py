@@ -146,12 +146,10 @@ def longest_request(task: Task) -> Request:
 
 
 def _request(task: Task, request_id: str, row: _Row, *, n: int, seed: int | None) -> Request:
-    sampling = task.sampling
-    min_tokens = min(sampling.min_tokens, row.max_tokens or 0)
     return Request(
         request_id=request_id,
         prompt_token_ids=row.prompt,
-        sampling=sampling.replace(n=n, seed=seed, max_tokens=row.max_tokens, min_tokens=min_tokens),
+        sampling=_sampling(task.sampling, row, n=n, seed=seed),
         priority=task.options.priority,
         should_stop=_stop_check(task, row.prompt),
         logits_processors=_processors(task, row.prompt),
@@ -159,6 +157,14 @@ def _request(task: Task, request_id: str, row: _Row, *, n: int, seed: int | None
         output_scores=task.output_scores,
         metadata=_METADATA,
     )
+
+
+def _sampling(given: SamplingParams, row: _Row, *, n: int, seed: int | None) -> SamplingParams:
+    min_tokens = min(given.min_tokens, row.max_tokens or 0)
+    own = {"n": n, "seed": seed, "max_tokens": row.max_tokens, "min_tokens": min_tokens}
+    if all(getattr(given, name) == value for name, value in own.items()):
+        return given  # as for most greedy rows: a copy is validated again, for 20 us
+    return given.replace(**own)
 
 
 def _end_of_row(sampler: LockstepSampler, row: int) -> StopCheck:
