@@ -9,14 +9,12 @@ import pytest
 import transformers
 
 import hf_generate_shim
-from nanoserve_core.errors import UnsupportedOption
+from nanoserve_adapters.testing import leak_check, settle
 from tests.conformance.tally import TALLY, Pair
 from tests.hf_generate_shim.calls import new_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from hf_generate_shim import Handle
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -27,24 +25,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write("\n".join([*tally.lines(), ""]))
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    """A model served with transformers' own random numbers where the engine has them."""
+@pytest.fixture(scope="module", params=["hf"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Served with the random numbers of transformers' loop, unless a module asks for others."""
     reference = new_model()
     reference.generation_config.update(temperature=0.6, top_k=20)
     model = copy.deepcopy(reference)
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # drawn calls earn many notes
-    handle = install_exact(model)
-    assert handle.thread.is_alive
-    yield Pair(model=model, reference=reference, handle=handle)
-    handle.close()
+    with hf_generate_shim.installed(model, rng=request.param, num_kvcache_blocks=256) as handle:
+        assert handle.thread.is_alive
+        yield Pair(model=model, reference=reference, handle=handle)
+        settle(handle.thread)
+        handle.thread.call(leak_check)
     transformers.logging.set_verbosity(verbosity)
-
-
-def install_exact(model: transformers.Qwen3ForCausalLM) -> Handle:
-    """With ``rng="hf"``, or without."""
-    try:
-        return hf_generate_shim.install(model, rng="hf", num_kvcache_blocks=256)
-    except UnsupportedOption:
-        return hf_generate_shim.install(model, num_kvcache_blocks=256)

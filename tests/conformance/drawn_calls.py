@@ -99,8 +99,10 @@ def prompts(draw: st.DrawFn) -> Options:
 
 
 @st.composite
-def drawn_calls(draw: st.DrawFn, *, may_sample: bool) -> DrawnCall:
-    """Any call: up to five fields and up to two objects; random ones only if ``may_sample``."""
+def drawn_calls(draw: st.DrawFn, *, may_sample: bool = True) -> DrawnCall:
+    """Any call: up to five fields and up to two objects. Without ``may_sample`` its tokens depend
+    on no random numbers.
+    """
     names = draw(st.lists(st.sampled_from(list(DRAWN)), max_size=5, unique=True))
     if draw(st.integers(0, 2)) == 0:
         names += [name for name in DICT if name not in names]

@@ -84,6 +84,12 @@ NEEDS: dict[str, dict[str, Any]] = {  # Any: as above
 }
 """What must be said beside a field so that transformers does not raise, or that it has effect."""
 
+SAMPLED = {
+    "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
+    "num_return_sequences",
+}  # fmt: skip
+"""Fields that say something only when tokens are sampled."""
+
 NOT_DRAWN: dict[str, str] = {
     "max_new_tokens": "every drawn call has it, so that it ends soon",
     "do_sample": "every drawn call says it",

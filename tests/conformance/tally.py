@@ -9,28 +9,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import hf_generate_shim
-from hf_generate_shim import Counters
-from nanoserve_core.errors import UnsupportedOption
 from tests.conformance.comparison import difference, run
-from tests.hf_generate_shim.calls import new_model
+from tests.conformance.options_table import may_fall_back
 
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
 
-    from hf_generate_shim import Handle
+    from hf_generate_shim import Counters, Handle
     from tests.conformance.drawn_calls import DrawnCall
 
 PATHS = ("fast", "lockstep", "fallback")
-
-
-def can_sample() -> bool:
-    """Whether the engine can draw the random numbers of transformers' loop."""
-    try:
-        hf_generate_shim.install(new_model(), rng="hf").close()
-    except UnsupportedOption:
-        return False
-    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +54,7 @@ class Pair:
         path = next((path for path in PATHS if counts[path]), "refused")
         reasons = _growth_of_reasons(before, self.handle.counters)
         assert reasons.total() == counts["fallback"]
+        assert all(map(may_fall_back, reasons)), reasons
         return Outcome(difference=found, path=path, reason=next(iter(reasons), ""))
 
 

@@ -8,7 +8,8 @@ import pytest
 from transformers import GenerationConfig
 
 from tests.conformance.drawn_calls import DrawnCall
-from tests.conformance.fields import DRAWN, FEW, NEEDS, NOT_DRAWN
+from tests.conformance.fields import DRAWN, FEW, NEEDS, NOT_DRAWN, SAMPLED
+from tests.conformance.options_table import TABLE
 from tests.hf_generate_shim.calls import ragged
 
 if TYPE_CHECKING:
@@ -36,9 +37,11 @@ def test_field_by_itself_equals_transformers(
     value: object,
     pair: Pair,
 ) -> None:
-    config = {"eos_token_id": FEW, **NEEDS.get(name, {}), name: value}
-    config = {**config, "max_new_tokens": 5, "do_sample": False}
+    config = {"eos_token_id": FEW, "max_new_tokens": 5, "do_sample": name in SAMPLED}
+    config = {**config, **NEEDS.get(name, {}), name: value}
 
     outcome = pair.compare(DrawnCall(inputs=ragged(2), config=config))
 
     assert outcome.difference == ""
+    usual = {"prepared": "fast", "fast": "lockstep" if config["do_sample"] else "fast"}
+    assert outcome.path in {usual.get(way, way) for way in TABLE[name]}
