@@ -26,7 +26,7 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=2_0
 hypothesis.settings.load_profile("default")  # `pytest --hypothesis-profile=thorough` wins over this
 
 
-def pytest_configure() -> None:
+def set_environment() -> None:
     """Set what torch and the hub client read from the environment when a test first imports them.
 
     The environment and not `torch.set_num_threads`, so that tests which need no torch do not load
@@ -35,9 +35,13 @@ def pytest_configure() -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(NUM_TORCH_THREADS)
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # its thread outlives the test that starts it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(NUM_TORCH_THREADS)
+
+
+set_environment()  # before other conftest files, which import torch and transformers
 
 
 @pytest.fixture(scope="session")
