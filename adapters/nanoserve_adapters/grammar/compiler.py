@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from nanoserve_adapters.grammar.document import DocumentGrammar
+from nanoserve_adapters.grammar.jumps import jump_of, letters_of
 from nanoserve_adapters.grammar.lark_text import lark_text
 from nanoserve_adapters.grammar.specs import AfterThinking, ToolCalls, spec_key
 from nanoserve_adapters.grammar.triggers import AfterThinkingGrammar, AutoCallsGrammar
@@ -59,4 +60,5 @@ def _compile(vocabulary: Vocabulary, spec: GrammarSpec) -> Grammar:
         return AfterThinkingGrammar(vocabulary, _compile(vocabulary, spec.inner))
     if isinstance(spec, ToolCalls) and not spec.required:
         return AutoCallsGrammar(vocabulary, spec)
-    return DocumentGrammar(vocabulary, lark_text(spec, vocabulary.has_token))
+    text = lark_text(spec, vocabulary.has_token)
+    return DocumentGrammar(vocabulary, text, letters=letters_of(spec), jump=jump_of(spec))

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nanoserve_adapters.grammar.budget import Budget
+from nanoserve_adapters.grammar.closing import Clues
+from nanoserve_adapters.grammar.json_quotes import QuoteState
 from nanoserve_adapters.grammar.schema import UnsupportedSchema
 from nanoserve_adapters.grammar.vocabulary import Vocabulary, import_backend
 from nanoserve_core.errors import RequestFailed
@@ -20,30 +23,41 @@ if TYPE_CHECKING:
 class DocumentGrammar:
     """A compiled Lark grammar; see `nanoserve_core.grammar.Grammar`. Any thread."""
 
-    def __init__(self, vocabulary: Vocabulary, text: str) -> None:
-        """Raises `UnsupportedSchema` for a grammar that llguidance refuses."""
+    def __init__(
+        self, vocabulary: Vocabulary, text: str, *, letters: bytes = b"", jump: int = 0
+    ) -> None:
+        """``letters``: see `Clues`; ``jump``: see `Budget`.
+
+        Raises `UnsupportedSchema` for a grammar that llguidance refuses.
+        """
         matcher_type = import_backend().LLMatcher
         grammar = matcher_type.grammar_from_lark(text)
         self._vocabulary = vocabulary
         self._start = matcher_type(vocabulary.ll, grammar, log_level=0)
         if self._start.is_error():
             raise UnsupportedSchema("the grammar", "#", first_line(self._start.get_error()))
+        self._clues, self._jump = Clues(letters), jump
+        self._shortest: list[int] | None = vocabulary.closing.find(
+            self._start, QuoteState.OUTSIDE, self._clues
+        )
 
     def matcher(self) -> DocumentMatcher:
         """See `Grammar.matcher`."""
-        return DocumentMatcher(self._start.deep_copy(), self._vocabulary)
+        vocabulary = self._vocabulary
+        budget = Budget(vocabulary, self._shortest, clues=self._clues, jump=self._jump)
+        return DocumentMatcher(self._start.deep_copy(), budget)
 
     def min_tokens(self) -> int:
-        """See `Grammar.min_tokens`."""
-        return 0
+        """See `Grammar.min_tokens`: of the shortest way that was found; 0 when none was."""
+        return len(self._shortest or ())
 
 
 class DocumentMatcher:
     """See `nanoserve_core.grammar.GrammarMatcher`."""
 
-    def __init__(self, ll_matcher: Any, vocabulary: Vocabulary) -> None:  # noqa: ANN401 - untyped
+    def __init__(self, ll_matcher: Any, budget: Budget) -> None:  # noqa: ANN401 - untyped
         self._ll = ll_matcher
-        self._vocabulary = vocabulary
+        self._budget = budget
 
     def is_active(self, remaining: int | None) -> bool:
         """Always."""
@@ -52,16 +66,18 @@ class DocumentMatcher:
 
     def fill_bitmask(self, row: Bitmask, remaining: int | None) -> None:
         """See `GrammarMatcher.fill_bitmask`. Raises `RequestFailed` when llguidance gives up."""
-        del remaining
         words = np.frombuffer(self._ll.compute_bitmask(), dtype=np.int32)
         size = min(len(words), len(row))
         row[:size] = words[:size]
         self._check()
+        if remaining is not None:
+            self._budget.restrict(self._ll, row, remaining)
 
     def accept(self, token_id: int) -> None:
         """See `GrammarMatcher.accept`. Raises `RequestFailed` for a token that was not allowed."""
         self._ll.consume_token(token_id)
         self._check()
+        self._budget.note(token_id)
 
     def is_finished(self) -> bool:
         """See `GrammarMatcher.is_finished`."""

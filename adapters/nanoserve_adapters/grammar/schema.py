@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nanoserve_adapters.grammar.one_of import are_exclusive
 from nanoserve_core.errors import UnsupportedOption
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ PATTERNS = {
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}T{_TIME}$",
+    "email": r"^[a-z0-9]+(?:[._+-][a-z0-9]+)*@[a-z0-9]+(?:[.-][a-z0-9]+)*\.[a-z]{2,8}$",
     "uri": r"^https?://[a-z0-9]+(?:-[a-z0-9]+)*(?:\.[a-z0-9]+(?:-[a-z0-9]+)*)*\.[a-z]{2,8}"
     r"(?:/[A-Za-z0-9._~-]*)*(?:\?[A-Za-z0-9._~=&-]*)?$",
 }
@@ -71,6 +73,7 @@ that libraries take more narrowly than the standard."""
 
 # Where schemas stand inside a schema.
 _IN_LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
+_JOINED = ("allOf", "anyOf", "oneOf")
 _IN_MAPPING = ("properties", "patternProperties", "$defs", "definitions")
 _IN_PLACE = ("items", "additionalProperties", "additionalItems")
 
@@ -95,42 +98,59 @@ def prepare_schema(schema: Mapping[str, Any], *, root: str = "#") -> dict[str, A
     ``root``: where it will stand in a larger schema; references are moved there. Raises
     `UnsupportedSchema`.
     """
-    prepared = _prepare(dict(schema), "#", root)
+    prepared = _Preparation(schema, root).of(dict(schema), "#")
     assert isinstance(prepared, dict), "a mapping stays one"
     return prepared
 
 
-def _prepare(schema: Any, path: str, root: str, *, is_open: bool = False) -> Any:  # noqa: ANN401 - JSON
-    """``is_open``: an object here is one part of several, and lets in the others' properties."""
-    if not isinstance(schema, dict):
-        return schema  # true or false
-    _check(schema, path)
-    made = {key: value for key, value in schema.items() if key != "discriminator"}
-    is_shared = is_open or "properties" in made or len(made.get("allOf", ())) > 1
-    for key in _IN_LIST:
-        if isinstance(made.get(key), list):
-            made[key] = [
-                _prepare(part, f"{path}/{key}/{index}", root, is_open=is_shared)
-                for index, part in enumerate(made[key])
-            ]
-    for key in _IN_MAPPING:
-        if isinstance(made.get(key), dict):
-            made[key] = {
-                name: _prepare(part, f"{path}/{key}/{name}", root)
-                for name, part in made[key].items()
-            }
-    for key in _IN_PLACE:
-        if isinstance(made.get(key), dict):
-            made[key] = _prepare(made[key], f"{path}/{key}", root)
-    if not is_open:
-        _close_object(made)
-    _narrow_format(made)
-    _bound_integer(made)
-    if isinstance(made.get("$ref"), str):
-        made["$ref"] = root + made["$ref"][1:]
-    if made.get("uniqueItems") is False:
-        del made["uniqueItems"]
-    return made
+class _Preparation:
+    """Of one whole schema: what its references point to, and where it will stand."""
+
+    def __init__(self, whole: Mapping[str, Any], root: str) -> None:
+        self._whole = whole
+        self._root = root
+
+    def of(self, schema: Any, path: str, *, is_open: bool = False) -> Any:  # noqa: ANN401 - JSON
+        """``is_open``: an object here is one part of several and lets in what the others bring."""
+        if not isinstance(schema, dict):
+            return schema  # true or false
+        _check(schema, path)
+        made = {key: value for key, value in schema.items() if key != "discriminator"}
+        self._prepare_parts(made, path, is_open=is_open)
+        if not is_open:
+            _close_object(made)
+        _narrow_format(made)
+        _bound_integer(made)
+        if isinstance(made.get("$ref"), str):
+            made["$ref"] = self._root + made["$ref"][1:]
+        if made.get("uniqueItems") is False:
+            del made["uniqueItems"]
+        if "oneOf" in made:
+            self._replace_one_of(made, schema["oneOf"], path)
+        return made
+
+    def _prepare_parts(self, made: dict[str, Any], path: str, *, is_open: bool) -> None:
+        is_shared = is_open or "properties" in made or len(made.get("allOf", ())) > 1
+        for key in _IN_LIST:
+            if isinstance(made.get(key), list):
+                made[key] = [
+                    self.of(part, f"{path}/{key}/{index}", is_open=is_shared and key in _JOINED)
+                    for index, part in enumerate(made[key])
+                ]
+        for key in _IN_MAPPING:
+            if isinstance(made.get(key), dict):
+                made[key] = {
+                    name: self.of(part, f"{path}/{key}/{name}") for name, part in made[key].items()
+                }
+        for key in _IN_PLACE:
+            if isinstance(made.get(key), dict):
+                made[key] = self.of(made[key], f"{path}/{key}")
+
+    def _replace_one_of(self, made: dict[str, Any], schemas: list[Any], path: str) -> None:
+        """llguidance sees few unions as what they are."""
+        if "anyOf" in made or not are_exclusive(schemas, self._whole):
+            raise UnsupportedSchema("oneOf", path, "a value might match two of its schemas")
+        made["anyOf"] = made.pop("oneOf")
 
 
 def _close_object(schema: dict[str, Any]) -> None:

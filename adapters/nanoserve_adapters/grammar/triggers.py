@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nanoserve_adapters.grammar.document import DocumentGrammar
+from nanoserve_adapters.grammar.jumps import jump_of
 from nanoserve_adapters.grammar.lark_text import CALL_START, call_tail_text
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 THINK_END = "</think>"
 BLANK_LINE = "\n\n"
+_SHARE = 4
+"""The answer is left so many times its shortest form, or half of all tokens."""
 
 
 class AutoCallsGrammar:
@@ -27,7 +30,8 @@ class AutoCallsGrammar:
     def __init__(self, vocabulary: Vocabulary, spec: ToolCalls) -> None:
         """Raises `UnsupportedSchema`."""
         self._vocabulary = vocabulary
-        self._call = DocumentGrammar(vocabulary, call_tail_text(spec, vocabulary.has_token))
+        text = call_tail_text(spec, vocabulary.has_token)
+        self._call = DocumentGrammar(vocabulary, text, jump=jump_of(spec))
         self._is_parallel = spec.parallel
 
     def matcher(self) -> AutoCallsMatcher:
@@ -113,6 +117,7 @@ class AfterThinkingMatcher:
         self._blank_line = vocabulary.encode(BLANK_LINE)
         self._forced: list[int] = []
         self._is_thinking = True
+        self._reserved: int | None = None
 
     def is_active(self, remaining: int | None) -> bool:
         """From ``</think>`` on as ``inner`` is, and where it must come now."""
@@ -120,7 +125,11 @@ class AfterThinkingMatcher:
             return True
         if not self._is_thinking:
             return self._inner.is_active(remaining)
-        return bool(self._min_tokens) and remaining is not None and remaining <= self._min_tokens
+        if not self._min_tokens or remaining is None:
+            return False
+        if self._reserved is None:  # more than the least, so that the answer is not cut to it
+            self._reserved = max(self._min_tokens, min(_SHARE * self._min_tokens, remaining // 2))
+        return remaining <= self._reserved
 
     def fill_bitmask(self, row: Bitmask, remaining: int | None) -> None:
         """See `GrammarMatcher.fill_bitmask`."""

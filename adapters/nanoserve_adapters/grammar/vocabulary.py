@@ -5,6 +5,7 @@ Made once per tokenizer (0.1 s at 4,096 tokens, some seconds at 151,936) and kep
 
 from __future__ import annotations
 
+import re
 import threading
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,20 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from nanoserve_adapters.grammar.closing import ClosingSearch
 from nanoserve_core.errors import UnsupportedOption
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import PreTrainedTokenizerBase
+
+    from nanoserve_adapters.grammar.closing import Flags, Ids
 
 _made: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()  # Any: a tokenizer
 _lock = threading.Lock()
+_CONTENT = re.compile(rb'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})+')
+_LOOSE_CONTENT = re.compile(rb'(?:[^"\x00-\x1f]|\\")+')
 
 
 class Vocabulary:
@@ -68,10 +76,54 @@ class Vocabulary:
         return [self.ll.decode_bytes([token]) for token in range(self.size)]
 
     @cached_property
-    def is_special(self) -> np.ndarray[Any, np.dtype[np.bool_]]:  # Any: the shape
+    def is_content(self) -> Flags:
+        """[size]: whether a token is text inside a JSON string, whole characters and escapes."""
+        return self._flags(lambda text: bool(_CONTENT.fullmatch(text)) and _is_text(text))
+
+    @cached_property
+    def is_dangling(self) -> Flags:
+        """[size]: such text, but its first or last character or escape is cut."""
+        return self._flags(
+            lambda text: (
+                bool(_LOOSE_CONTENT.fullmatch(text))
+                and not (_CONTENT.fullmatch(text) and _is_text(text))
+            )
+        )
+
+    @cached_property
+    def lengths(self) -> Ids:
+        """[size]: bytes of each token."""
+        return np.array([len(text) for text in self.token_bytes], dtype=np.int64)
+
+    @cached_property
+    def ranked(self) -> Ids:
+        """All ids, those with quotes first, then by length."""
+        texts = self.token_bytes
+        order = sorted(range(self.size), key=lambda t: (b'"' not in texts[t], len(texts[t]), t))
+        return np.array(order, dtype=np.int64)
+
+    @cached_property
+    def closing(self) -> ClosingSearch:
+        """The search for ways to the end."""
+        return ClosingSearch(self)
+
+    def _flags(self, holds: Callable[[bytes], bool]) -> Flags:
+        flags = [holds(text) for text in self.token_bytes]
+        return np.array(flags, dtype=np.bool_) & ~self.is_special
+
+    @cached_property
+    def is_special(self) -> Flags:
         """[size]: whether a token stands for no text."""
         special = [self.ll.is_special_token(token) for token in range(self.size)]
         return np.array(special, dtype=np.bool_)
+
+
+def _is_text(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def import_backend() -> Any:  # noqa: ANN401 - an untyped module
