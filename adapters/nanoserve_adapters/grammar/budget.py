@@ -29,11 +29,13 @@ if TYPE_CHECKING:
 
 _RETRY_AFTER = 16
 """Tokens after which a way is looked for again when none was found."""
-_MAX_CHECKED = 48
+_MAX_CHECKED = 64  # all bytes that can continue a character are among them
 """Tokens that are checked one by one for a mask."""
-_MAX_SEARCHES = 3
+_MAX_SEARCHES = 12
 """Of those, tokens for which a new way is looked for."""
 _NUM_PROBES = 8
+_MAX_OPENINGS = 6
+"""Classes of tokens that open a string, for which a way is looked for."""
 
 
 class Budget:
@@ -60,7 +62,7 @@ class Budget:
         self._content_keeps_way = False
         self._num_free = 0  # tokens that may come before anything need be looked at
 
-    def restrict(self, ll_matcher: Any, row: Bitmask, remaining: int) -> None:  # noqa: ANN401
+    def restrict(self, ll_matcher: Any, row: Bitmask, remaining: int) -> None:  # noqa: ANN401 - untyped
         """Take out of a mask what would leave no way that fits into ``remaining`` tokens.
 
         ``row``: as `GrammarMatcher.fill_bitmask` gives it, changed in place.
@@ -107,7 +109,7 @@ class Budget:
         keeps = self._content_keeps_way and self._vocabulary.is_content[token_id]
         return way if keeps else None
 
-    def _narrow(self, ll_matcher: Any, row: Bitmask, way: list[int], slack: int) -> None:  # noqa: ANN401
+    def _narrow(self, ll_matcher: Any, row: Bitmask, way: list[int], slack: int) -> None:  # noqa: ANN401 - untyped
         size = min(self._vocabulary.size, 32 * len(row))
         allowed = np.unpackbits(row.view(np.uint8), count=size, bitorder="little").view(np.bool_)
         kept = np.zeros(32 * len(row), dtype=np.bool_)
@@ -126,7 +128,7 @@ class Budget:
         slack: int,
     ) -> None:
         """Tokens besides the way's own: text as a class, the others one by one."""
-        vocabulary, rest = self._vocabulary, allowed
+        vocabulary, rest, longest = self._vocabulary, allowed, len(way) + slack - 1
         is_content = allowed & vocabulary.is_content[: len(allowed)]
         content = is_content.nonzero()[0]
         if content.size > _MAX_CHECKED:
@@ -138,8 +140,10 @@ class Budget:
                 if slack > MAX_CUT:
                     kept |= is_dangling
                 rest = allowed & ~is_content & ~is_dangling
+        if rest.sum() > _MAX_CHECKED:
+            rest = rest & ~self._admit_openings(ll_matcher, rest, longest)
         ranked = vocabulary.ranked[vocabulary.ranked < len(rest)]
-        num_searches, longest = 0, len(way) + slack - 1
+        num_searches = 0
         for token in ranked[rest[ranked]][:_MAX_CHECKED].tolist():
             known = next(
                 (
@@ -156,13 +160,32 @@ class Budget:
             if known is not None:
                 self._ways.setdefault(token, known)
 
+    def _admit_openings(self, ll_matcher: Any, allowed: Flags, longest: int) -> Flags:  # noqa: ANN401 - untyped
+        """Tokens that open a string and write into it, as classes by what stands up to the quote.
+
+        Gives the members of the classes that were looked at, admitted or not.
+        """
+        openings = self._vocabulary.openings[: len(allowed)]
+        is_member = allowed & (openings >= 0)
+        seen = np.zeros(len(allowed), dtype=np.bool_)
+        for opening in np.unique(openings[is_member])[:_MAX_OPENINGS].tolist():
+            members = (is_member & (openings == opening)).nonzero()[0]
+            seen[members] = True
+            way = self._search_after(ll_matcher, int(members[0]), longest)
+            if way is None:
+                continue
+            is_valid = partial(_is_valid, ll_matcher, self._eos_token_id)
+            if all(is_valid([token, *way]) for token in self._probes(members)):
+                self._ways.update(dict.fromkeys(members.tolist(), way))
+        return seen
+
     def _probes(self, content: Ids) -> list[int]:
         """Some from everywhere, and the longest: where lengths are bounded they differ most."""
         spread = content[np.linspace(0, content.size - 1, _NUM_PROBES).astype(np.int64)]
         longest = content[self._vocabulary.lengths[content].argmax()]
         return [*spread.tolist(), int(longest)]
 
-    def _search_after(self, ll_matcher: Any, token: int, longest: int) -> list[int] | None:  # noqa: ANN401
+    def _search_after(self, ll_matcher: Any, token: int, longest: int) -> list[int] | None:  # noqa: ANN401 - untyped
         after = ll_matcher.deep_copy()
         if not after.consume_token(token):
             return None

@@ -144,7 +144,7 @@ class ClosingSearch:
             quotes = self._after(quotes, step)
         return None
 
-    def complete(self, ll_matcher: Any, way: list[int], is_end: IsEnd) -> list[int] | None:  # noqa: ANN401
+    def complete(self, ll_matcher: Any, way: list[int], is_end: IsEnd) -> list[int] | None:  # noqa: ANN401 - untyped
         """``way``, after what completes a character or an escape that was cut; None: no such.
 
         ``is_end``: whether the output may go on with some tokens and end there.

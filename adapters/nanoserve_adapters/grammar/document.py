@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from nanoserve_core.grammar import Bitmask
 
 
+_LEAST_JUMP = 12
+"""Tokens by which a way can grow in any grammar: escapes, the order of what is found."""
+
+
 class DocumentGrammar:
     """A compiled Lark grammar; see `nanoserve_core.grammar.Grammar`. Any thread."""
 
@@ -36,10 +40,17 @@ class DocumentGrammar:
         self._start = matcher_type(vocabulary.ll, grammar, log_level=0)
         if self._start.is_error():
             raise UnsupportedSchema("the grammar", "#", first_line(self._start.get_error()))
-        self._clues, self._jump = Clues(letters), jump
+        self._clues = Clues(letters)
         self._shortest: list[int] | None = vocabulary.closing.find(
             self._start, QuoteState.OUTSIDE, self._clues
         )
+        self._jump = self._num_tokens(jump)
+
+    def _num_tokens(self, jump: int) -> int:
+        """``jump`` bytes in tokens such as those of the shortest way, and half as much again."""
+        way = self._shortest or []
+        num_bytes = sum(len(self._vocabulary.bytes_of(token)) for token in way)
+        return _LEAST_JUMP + int(1.5 * jump * len(way) / max(1, num_bytes, len(way)))
 
     def matcher(self) -> DocumentMatcher:
         """See `Grammar.matcher`."""

@@ -1,7 +1,7 @@
 """`jump_of`: how much longer one token can make the way to the end of an output, at most.
 
-A token opens at most what a few bytes can open: a value of some part of the schema, which then must
-be closed. Counted in bytes, of which a token stands for at least one; too much is only slower.
+A token opens about what a few bytes can open: a value of some part of the schema, which then must
+be closed. Counted in bytes; too much is only slower.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     Document = JsonSchema | JsonObject | Regex | Choice | Lark | ToolCalls | Either
 
 _MOST = 4096
-_LEAST = 32
 _MAX_DEPTH = 8
 _FORMAT_WIDTH = 40
 _NUMBER_WIDTH = 20
@@ -38,7 +37,7 @@ _PATTERN_LETTERS = re.compile(r"[^\\^$()\[\]{}?*+|,]")
 
 
 def jump_of(spec: Document) -> int:
-    """At least the largest jump, in tokens."""
+    """About the largest jump, in bytes."""
     match spec:
         case JsonSchema():
             size = _largest(spec.schema)
@@ -53,10 +52,11 @@ def jump_of(spec: Document) -> int:
         case ToolCalls():
             sizes = [_largest(tool.get("parameters") or {}) for tool in spec.tools]
             names = [len(str(tool.get("name", ""))) for tool in spec.tools]
-            size = _CALL_WIDTH + max(sizes, default=0) + max(names, default=0)
+            size = max(sizes, default=0) + max(names, default=0)
+            size += _CALL_WIDTH if spec.required and spec.parallel else 0
         case Either():
             size = max(jump_of(spec.calls), jump_of(spec.document))
-    return min(_MOST, _LEAST + 2 * size)
+    return min(_MOST, size)
 
 
 def letters_of(spec: Document) -> bytes:
