@@ -19,6 +19,8 @@ from nanoserve_adapters.grammar import Choice, JsonSchema, compile_grammar
 from nanoserve_core import Engine, EngineConfig, InvalidRequest, Request, SamplingParams
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from nanoserve_core.grammar import Grammar
 
 CHECKPOINT = Path(__file__).parent / "tiny_qwen3"
@@ -33,7 +35,9 @@ SCHEMA = {
 }
 
 
-def request(name: str, prompt: str, grammar: Grammar, tokenizer: Any, **sampling: Any) -> Request:
+def request(
+    name: str, prompt: str, grammar: Grammar, tokenizer: PreTrainedTokenizerBase, **sampling: Any
+) -> Request:
     """One request that must follow ``grammar``."""
     return Request(
         request_id=name,
