@@ -1,4 +1,4 @@
-"""The benchmarks of the LangChain door run on a tiny model; what they measure is not asserted."""
+"""The benchmarks run on a tiny model; what they measure is not asserted."""
 
 from __future__ import annotations
 
@@ -106,3 +106,14 @@ def test_overhead_of_calls_and_chunks_is_measured_in_every_way(
     printed = capsys.readouterr().out
     for row in ("ainvoke, a call", "chain.invoke, a call", "chain.astream, a chunk", "llm.stream"):
         assert row in printed
+
+
+def test_overhead_of_a_call_is_printed_for_each_model_and_batch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, "hf_overhead.py", "--layers", "1", "--rows", "1", "2", "--repeats", "2")
+
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["layers", "rows", "prepare"]
+    assert [line.split()[:2] for line in lines] == [["1", "1"], ["1", "2"]]
+    assert all(len(line.split()) == 8 for line in lines)
