@@ -61,6 +61,14 @@ class EngineConfig:
     seed: int = 0
     """Start of the generator that gives seeds to requests without one."""
     attention_backend: str | None = None
+    """None: our own on CUDA, plain torch on a CPU, or what a plugin brings. "torch" runs on both;
+    "flash_attn", on CUDA and where that package is installed, has blocks of 256 tokens.
+    """
+    batch_invariant: bool = False
+    """On CUDA: attention to a row's K/V is cut and summed the same way whoever shares the step, a
+    few per cent slower. Then steps of the same padded number of rows give a decoding row the same
+    logits, bit for bit; between other numbers of rows matrix products may still round otherwise.
+    """
     switch_interval: float | None = None
     """Seconds for ``sys.setswitchinterval`` while the engine has work; None leaves the
     interpreter's setting alone.
@@ -79,6 +87,8 @@ class EngineConfig:
                 _is_int(getattr(self, name)) and getattr(self, name) >= 1,
                 "an integer >= 1",
             )
+        is_flag = isinstance(self.batch_invariant, bool)
+        _require("batch_invariant", self.batch_invariant, is_flag, "True or False")
         threshold = self.long_prefill_token_threshold
         is_threshold = _is_int(threshold) and threshold >= 0
         _require("long_prefill_token_threshold", threshold, is_threshold, "an integer >= 0")

@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nanoserve_core.compile_ahead import compiling_only
-from nanoserve_core.cuda_graphs import PlainCalls, StepGraphs, bucket_of, buckets_for
+from nanoserve_core.cuda_graphs import bucket_of, buckets_for
 from nanoserve_core.cuda_outcomes import MAX_UNREAD_STEPS, Outcomes
-from nanoserve_core.cuda_stream import CudaStream, Uploads
+from nanoserve_core.cuda_stream import Uploads
 from nanoserve_core.device_rows import DeviceRows, max_num_delta_ints
 from nanoserve_core.device_sampling import DeviceSampling
 from nanoserve_core.errors import EngineClosed
@@ -485,47 +484,6 @@ class CudaRunner(ModelRunner):
             + rows * self.spec.vocab_size * self.spec.dtype.itemsize
             + GRAPH_NBYTES
         )
-
-
-def create_cuda_runner(
-    source: ModelSource, config: EngineConfig, plugins: PluginManager
-) -> ModelRunner:
-    """The runner of a model on a CUDA device.
-
-    One whose heads our kernels were not written for, or that is asked to (``attention_backend=
-    "torch"``), runs in plain torch, a step at a time. Raises as `ModelRunner.create`.
-    """
-    from nanoserve_core.kernels import triton_ops
-    from nanoserve_core.layers.triton_attention import TritonAttention
-
-    if config.attention_backend == "torch" or not TritonAttention.serves(source.spec):
-        return ModelRunner(source, config, plugins)
-    with torch.cuda.device(source.device):
-        stream = CudaStream(source.device)
-        replays: Replays = PlainCalls()
-        if not config.enforce_eager:
-            replays = StepGraphs(stream.stream, stream.calls)
-        use_pdl = not config.enforce_eager
-        backend = TritonAttention(
-            source.spec,
-            device=source.device,
-            max_num_rows=config.max_num_seqs,
-            max_kv_len=min(config.max_model_len, source.spec.max_position_embeddings),
-            use_pdl=use_pdl,
-        )
-        tools = StepTools(
-            ops=triton_ops,
-            backend=backend,
-            stream=stream,
-            replays=replays,
-            use_pdl=use_pdl,
-            pack_size=TritonAttention.pack_size(source.spec),
-            compiling_only=compiling_only,
-        )
-        runner = CudaRunner(source, config, plugins, tools)
-        runner.compile_for_first_tokens()
-        torch.cuda.synchronize(source.device)  # what was filled on the caller's stream is there
-        return runner
 
 
 def _parts(plan: StepPlan) -> tuple[tuple[ScheduledSeq, ...], tuple[ScheduledSeq, ...]]:

@@ -118,7 +118,11 @@ class ModelRunner:
         self._backend = _attention_backend(config, spec, backend, device, plugins)
         self.block_size = _block_size(config, self._backend)
         self.num_blocks = self._num_blocks(config)
-        self.backend_names = {"attention": self._backend.name, "device": str(device)}
+        self.backend_names = {
+            "attention": self._backend.name,
+            "attention_reason": _reason(config, is_brought=self._backend is not backend),
+            "device": str(device),
+        }
         self._model = self._build(source.weights)
         self._kv_cache = KVCache(
             spec, num_blocks=self.num_blocks, block_size=self.block_size, device=device
@@ -163,7 +167,7 @@ class ModelRunner:
             source = open_source(model, config, builders)
             try:
                 if source.device.type == "cuda":
-                    from nanoserve_core.cuda_runner import create_cuda_runner
+                    from nanoserve_core.cuda_start import create_cuda_runner
 
                     return create_cuda_runner(source, config, plugins)
                 return cls(source, config, plugins)
@@ -420,7 +424,19 @@ def _attention_backend(
             f"attention_backend={wanted!r} is not available: expected {backend.name!r}. Leave it "
             "at None, or pass a plugin with nanoserve_attention_backend that brings it."
         )
+    if config.batch_invariant and not backend.batch_invariant:
+        raise ConfigError(
+            f"batch_invariant=True is not served by attention backend {backend.name!r}: expected "
+            "one whose rows do not depend on each other. Leave attention_backend at None."
+        )
     return backend
+
+
+def _reason(config: EngineConfig, *, is_brought: bool) -> str:
+    """Why attention is computed by whom it is."""
+    if config.attention_backend is not None:
+        return "asked for by attention_backend"
+    return "brought by a plugin" if is_brought else "the default of this device"
 
 
 def _block_size(config: EngineConfig, backend: AttentionBackend) -> int:

@@ -53,7 +53,6 @@ class TritonAttention:
     name = "triton"
     default_block_size = 64
     graph_safe = True
-    batch_invariant = False
 
     def __init__(
         self,
@@ -63,8 +62,13 @@ class TritonAttention:
         max_num_rows: int,
         max_kv_len: int,
         use_pdl: bool = True,
+        batch_invariant: bool = False,
     ) -> None:
-        """For decode rows up to ``max_num_rows`` and sequences up to ``max_kv_len`` tokens."""
+        """For decode rows up to ``max_num_rows`` and sequences up to ``max_kv_len`` tokens.
+
+        ``batch_invariant``: cut decode rows alike in every step.
+        """
+        self.batch_invariant = batch_invariant
         self._num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._use_pdl = use_pdl
         self._group = spec.num_attention_heads // spec.num_key_value_heads
@@ -193,7 +197,11 @@ class TritonAttention:
         )
 
     def _config(self, num_rows: int) -> DecodeConfig:
-        return ops.decode_config(num_rows, num_multiprocessors=self._num_multiprocessors)
+        return ops.decode_config(
+            num_rows,
+            num_multiprocessors=self._num_multiprocessors,
+            batch_invariant=self.batch_invariant,
+        )
 
     def _is_one_long_prompt(self, batch: ForwardBatch) -> bool:
         """Of a step of decode rows only, nothing on the host is looked at."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from nanoserve_core.config import EngineConfig
     from nanoserve_core.cuda_stream import Mark
-    from nanoserve_core.layers.attention import ForwardBatch
+    from nanoserve_core.layers.attention import AttentionBackend, ForwardBatch
 
 FEW_SPLITS = 2
 PACK_SIZE = 4
@@ -273,17 +273,21 @@ class HostOps:
 
 
 def cuda_runner_on_host(
-    model: nn.Module, config: EngineConfig, plugins: PluginManager | None = None
+    model: nn.Module,
+    config: EngineConfig,
+    plugins: PluginManager | None = None,
+    *,
+    backend: AttentionBackend | None = None,
 ) -> CudaRunner:
-    """A `CudaRunner` whose device is this CPU."""
+    """A `CudaRunner` whose device is this CPU. ``backend``: None takes `PagedReference`."""
     plugins = plugins or PluginManager()
     with torch.no_grad():
         tools = StepTools(
             ops=HostOps(),
-            backend=PagedReference(),
+            backend=backend or PagedReference(),
             stream=HostStream(),
             replays=PlainCalls(),
             use_pdl=True,
-            pack_size=PACK_SIZE,
+            pack_size=PACK_SIZE if backend is None else 1,
         )
         return CudaRunner(open_source(model, config, {}), config, plugins, tools)
