@@ -16,6 +16,7 @@ from nanoserve_core.errors import EngineClosed
 from nanoserve_core.model_runner import ModelRunner
 from nanoserve_core.plan import StepPlan
 from nanoserve_core.plugins import PluginManager
+from tests.nanoserve_core.automaton import Automaton, masked_greedy
 from tests.nanoserve_core.hand_made_plans import Driver
 from tests.nanoserve_core.host_device import cuda_runner_on_host
 from tests.parity.test_engine_parity import (
@@ -290,6 +291,37 @@ def test_steps_without_wishes_do_not_pass_the_host_sampler() -> None:
 
         assert num_plain == 0
         assert runner.num_host_sampled_steps == 3  # until the minimum is reached
+
+
+def test_grammars_hold_their_rows_and_leave_the_others_as_they_are() -> None:
+    pairs = Automaton({0: {20: 1, 21: 1, 90: 1}, 1: {30: 0, 40: 0}})
+    mute = Automaton({}, free=frozenset({0}))
+    grammars = [pairs, None, mute, pairs]
+    requests = [
+        replace(request_of(number), grammar=grammar) for number, grammar in enumerate(grammars)
+    ]
+
+    with make_engine() as engine:
+        outputs = run(engine, requests)
+        assert_drained(engine)
+
+    for request, grammar in zip(requests, grammars, strict=True):
+        prompt, tokens = request.prompt_token_ids, tokens_of(outputs[request.request_id])
+        if grammar is pairs:
+            assert tokens == masked_greedy(pairs, prompt, 10)
+        else:
+            assert tokens == greedy_tokens("gqa", prompt, 10)
+
+
+def test_a_grammar_that_says_nothing_keeps_steps_on_the_device() -> None:
+    mute = Automaton({}, free=frozenset({0}))
+    config = EngineConfig(**ROOMY)
+    runner = cuda_runner_on_host(tiny_qwen3(), config)
+
+    with Engine.from_runner(runner, config, PluginManager()) as engine:
+        run(engine, [replace(request_of(1), grammar=mute)])
+
+    assert runner.num_host_sampled_steps == 0
 
 
 def test_logits_of_hand_made_plans_are_those_of_transformers() -> None:

@@ -67,7 +67,7 @@ class Clues:
     letters: bytes = b""
     """Characters that its patterns ask for: closing tries them."""
     found: dict[bytes, list[int]] = field(default_factory=dict)
-    """Ways out that were found, by what was allowed where they began. Any thread adds to it."""
+    """Ways out that were found, by what was allowed where they began."""
 
 
 class _Node(NamedTuple):

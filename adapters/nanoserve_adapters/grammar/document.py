@@ -55,7 +55,9 @@ class DocumentGrammar:
     def matcher(self) -> DocumentMatcher:
         """See `Grammar.matcher`."""
         vocabulary = self._vocabulary
-        budget = Budget(vocabulary, self._shortest, clues=self._clues, jump=self._jump)
+        # Its own copy: what other samples have found must not change what this one may say.
+        clues = Clues(self._clues.letters, dict(self._clues.found))
+        budget = Budget(vocabulary, self._shortest, clues=clues, jump=self._jump)
         return DocumentMatcher(self._start.deep_copy(), budget)
 
     def min_tokens(self) -> int:
