@@ -27,6 +27,17 @@ def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:
                 del sys.modules[module]
 
 
+def test_continuous_batching_is_measured_beside_the_bare_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, "continuous_batching.py", "--tiny", "--device", "cpu")
+
+    printed = capsys.readouterr().out
+    for route in ("bare engine, even", "generate_batch, even", "manager, mixed"):
+        assert route in printed
+    assert "fast=16" in printed
+
+
 def test_chains_on_a_device_are_measured_on_every_route(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
