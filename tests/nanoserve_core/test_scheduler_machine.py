@@ -428,6 +428,7 @@ class GroupLoad:
     abort_at: int
     """Step before which a member of the first is aborted."""
     caching: str
+    watermark: float
 
 
 group_loads = st.builds(
@@ -449,6 +450,7 @@ group_loads = st.builds(
     run_ahead=st.integers(0, 2),
     abort_at=st.integers(0, 40),
     caching=st.sampled_from(["strong", "strong", "xxh64", "off"]),
+    watermark=st.sampled_from([0.01, 0.3]),
 )
 
 
@@ -477,6 +479,7 @@ def test_groups_that_outgrow_the_pool_run_in_lockstep_and_end_as_if_alone(load: 
         max_num_batched_tokens=load.max_num_batched_tokens,
         max_model_len=64,
         eos_token_ids=frozenset({EOS}),
+        watermark=load.watermark,
     )
     model = SimulatedModel(eos_every=20)
     loop = EngineLoop(scheduler, block_manager=manager, model=model, run_ahead=load.run_ahead)
