@@ -1,79 +1,63 @@
-"""LangChain's integration suite for chat models, on a random tiny Qwen3 behind a real engine."""
+"""LangChain's integration suite on random weights.
+
+A grammar makes a random model's calls and documents valid. The six tests that ask for what stands
+in the prompt are told it by a script.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 import pytest
-from langchain_core.messages import AIMessage, AIMessageChunk
-from langchain_tests.integration_tests import ChatModelIntegrationTests
+from transformers import AutoTokenizer
 
-from langchain_llm import ChatNanoserve
+from tests.langchain_llm.chat_suite import ChatSuite
+from tests.langchain_llm.doors import RealDoor
 
 if TYPE_CHECKING:
-    from langchain_core.language_models import BaseChatModel
+    from collections.abc import Iterator
+    from pathlib import Path
 
-    from tests.langchain_llm.doors import RealDoor
+# What is asked for -> the arguments that are expected of the call.
+ANSWERS = {
+    "What is the value of magic_function(3)?": ("magic_function", '{"input": 3}'),
+    "What is the weather in San Francisco, CA?": ("get_weather", '{"location": "here"}'),
+    "你好啊集团": ("unicode_customer", '{"customer_name": "你好啊集团", "description": "a"}'),
+    "こんにちは株式会社": (
+        "unicode_customer",
+        '{"customer_name": "こんにちは株式会社", "description": "a"}',
+    ),
+}
 
 
-class TestChatNanoserveIntegration(ChatModelIntegrationTests):
+def script(prompt: str) -> str | None:
+    """The call a prompt asks for; None, which is the model's own text, after its result."""
+    if "<tool_response>" in prompt:
+        return None
+    for question, (name, arguments) in ANSWERS.items():
+        if question in prompt:
+            call = f'{{"name": "{name}", "arguments": {arguments}}}'
+            return f"<tool_call>\n{call}\n</tool_call>"
+    return None
+
+
+@pytest.fixture(scope="module")
+def scripted_door(tiny_checkpoint: Path) -> Iterator[RealDoor]:
+    """Random weights under the vocabulary and the template of the shipped checkpoint."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
+    door = RealDoor(
+        tokenizer,
+        max_model_len=1024,
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        max_position_embeddings=1024,
+    )
+    door.script.texts = script
+    yield door
+    door.thread.close()
+
+
+class TestScriptedChat(ChatSuite):
     @pytest.fixture(autouse=True)
-    def _door(self, real: RealDoor) -> None:
-        real.script.texts = {}  # nothing is scripted: the random model's own text
-        self.door = real
-
-    @property
-    def chat_model_class(self) -> type[BaseChatModel]:
-        return ChatNanoserve
-
-    @property
-    def chat_model_params(self) -> dict[str, Any]:
-        return {
-            "engine": self.door.reference,
-            "temperature": 0,
-            "max_tokens": 12,
-            "served_model_names": ["the-override"],
-        }
-
-    @property
-    def has_tool_calling(self) -> bool:
-        return False  # bind_tools refuses by name until tools are served
-
-    @property
-    def has_structured_output(self) -> bool:
-        return False
-
-    @property
-    def model_override_value(self) -> str:
-        return "the-override"
-
-    @property
-    def supported_usage_metadata_details(
-        self,
-    ) -> dict[
-        Literal["invoke", "stream"],
-        list[
-            Literal[
-                "audio_input",
-                "audio_output",
-                "reasoning_output",
-                "cache_read_input",
-                "cache_creation_input",
-            ]
-        ],
-    ]:
-        return {"invoke": ["cache_read_input"], "stream": ["cache_read_input"]}
-
-    def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
-        chat = ChatNanoserve(**self.chat_model_params)
-        prompt = "the same long prompt, read from the prefix cache the second time"
-        chat.invoke(prompt)
-        if not stream:
-            answer = chat.invoke(prompt)
-        else:
-            first, *rest = chat.stream(prompt)
-            answer = sum(rest, first)
-        assert answer.usage_metadata is not None
-        assert answer.usage_metadata["input_token_details"]["cache_read"] > 0
-        assert isinstance(answer, AIMessage | AIMessageChunk)
-        return answer
+    def _engine(self, scripted_door: RealDoor) -> None:
+        self.engine = scripted_door.reference

@@ -51,6 +51,7 @@ class TypedMood(TypedDict):
 
 SCHEMA = Mood.model_json_schema()
 FUNCTION = {"name": "mood", "description": "How.", "parameters": SCHEMA}
+PROMPTS = [f"hi {number}" for number in range(12)]
 METHODS = ["json_schema", "function_calling", "json_mode"]
 KINDS: list[tuple[Any, type]] = [
     (Mood, Mood),
@@ -76,7 +77,7 @@ def values_of(found: object) -> dict[str, Any]:
 def test_every_method_gives_every_kind_of_schema(
     real: RealDoor, method: str, schema: dict[str, Any] | type, kind: type
 ) -> None:
-    chat = real.chat(chat_template=SHORT, temperature=1.0, seed=1, max_tokens=160)
+    chat = real.chat(chat_template=SHORT, temperature=1.0, seed=1, max_tokens=120)
 
     found = chat.with_structured_output(schema, method=method).invoke("hi")
 
@@ -89,7 +90,7 @@ def test_every_method_gives_every_kind_of_schema(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_route_gives_the_same_document(real: RealDoor, method: str) -> None:
-    chat = real.chat(chat_template=SHORT, temperature=1.0, seed=2, max_tokens=160)
+    chat = real.chat(chat_template=SHORT, temperature=1.0, seed=2, max_tokens=120)
     structured = chat.with_structured_output(Mood, method=method)
 
     async def streamed() -> list[Any]:
@@ -104,7 +105,7 @@ def test_every_route_gives_the_same_document(real: RealDoor, method: str) -> Non
 
 
 def test_stream_of_a_dict_grows(real: RealDoor) -> None:
-    chat = real.chat(chat_template=SHORT, temperature=1.0, seed=2, max_tokens=160)
+    chat = real.chat(chat_template=SHORT, temperature=1.0, seed=2, max_tokens=120)
 
     pieces = list(chat.with_structured_output(SCHEMA).stream("hi"))
 
@@ -116,10 +117,10 @@ def test_stream_of_a_dict_grows(real: RealDoor) -> None:
 @pytest.mark.parametrize("template", [SHORT, OPENED])
 @pytest.mark.parametrize("method", METHODS)
 def test_document_comes_after_the_thoughts(real: RealDoor, method: str, template: str) -> None:
-    chat = real.chat(chat_template=template, temperature=1.0, max_tokens=160)
+    chat = real.chat(chat_template=template, temperature=1.0, seed=1, max_tokens=120)
     structured = chat.with_structured_output(Mood, method=method, include_raw=True)
 
-    found = [structured.invoke("hi", seed=seed) for seed in range(6)]
+    found: list[Any] = structured.batch(PROMPTS[:6])
 
     assert all(isinstance(answer["parsed"], Mood) for answer in found)
     thoughts = [answer["raw"].additional_kwargs.get("reasoning_content") for answer in found]
@@ -127,7 +128,7 @@ def test_document_comes_after_the_thoughts(real: RealDoor, method: str, template
 
 
 def test_raw_answer_comes_with_the_document(real: RealDoor) -> None:
-    chat = real.chat(chat_template=SHORT, max_tokens=160)
+    chat = real.chat(chat_template=SHORT, max_tokens=120)
 
     found: Any = chat.with_structured_output(Mood, include_raw=True).invoke("hi")
 
@@ -220,10 +221,10 @@ def weather(city: Literal["Bern", "Rome"]) -> str:
 
 
 def test_answer_to_tools_and_format_is_calls_or_the_document(real: RealDoor) -> None:
-    chat = real.chat(chat_template=SHORT, temperature=1.0, max_tokens=160)
+    chat = real.chat(chat_template=SHORT, temperature=1.0, seed=1, max_tokens=120)
     bound = chat.bind_tools([weather], response_format=Mood)
 
-    answers = [bound.invoke("hi", seed=seed) for seed in range(12)]
+    answers = bound.batch(PROMPTS)
 
     for answer in answers:
         if answer.tool_calls:
@@ -236,10 +237,10 @@ def test_answer_to_tools_and_format_is_calls_or_the_document(real: RealDoor) -> 
 
 
 def test_calls_of_tools_bound_beside_a_schema_parse_as_none(real: RealDoor) -> None:
-    chat = real.chat(chat_template=SHORT, temperature=1.0, max_tokens=160)
+    chat = real.chat(chat_template=SHORT, temperature=1.0, seed=1, max_tokens=120)
     structured = chat.with_structured_output(Mood, tools=[weather], include_raw=True)
 
-    found: list[Any] = [structured.invoke("hi", seed=seed) for seed in range(12)]
+    found: list[Any] = structured.batch(PROMPTS)
 
     assert {answer["parsed"] is None for answer in found} == {True, False}
     assert all((answer["parsed"] is None) == bool(answer["raw"].tool_calls) for answer in found)
@@ -256,10 +257,10 @@ def test_forced_calls_are_made_and_follow_their_schema(
         """The time."""
         return "noon"
 
-    chat = real.chat(chat_template=SHORT, temperature=1.0, max_tokens=160)
+    chat = real.chat(chat_template=SHORT, temperature=1.0, seed=1, max_tokens=120)
     bound = chat.bind_tools([weather, now], tool_choice=choice, parallel_tool_calls=False)
 
-    answers = [bound.invoke("hi", seed=seed) for seed in range(8)]
+    answers = bound.batch(PROMPTS)
 
     calls = [call for answer in answers for call in answer.tool_calls]
     assert len(calls) == len(answers)

@@ -153,7 +153,7 @@ def test_call_cut_by_the_limit_is_never_a_call(real: RealDoor, max_tokens: int) 
 def test_call_that_ends_with_the_limit_is_a_call(real: RealDoor) -> None:
     real.script.texts = f"Sure. {CALL}"
 
-    for answer in by_every_route(with_tools(real, max_tokens=NUM_TOKENS)):
+    for answer in by_every_route(with_tools(real, max_tokens=NUM_TOKENS, close_json=False)):
         assert calls_of(answer) == [("get_weather", {"city": "Zürich"})]
         assert answer.response_metadata["finish_reason"] == "length"
 
