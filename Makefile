@@ -9,7 +9,7 @@ BENCH_ARGS ?=
 TRANSFORMERS ?=
 
 BIN := $(VENV)/bin
-OLDEST_TESTS := tests/hf_generate_shim tests/parity tests/nanoserve_core/test_llm.py
+OLDEST_TESTS := tests/hf_generate_shim tests/parity/test_model_parity.py tests/nanoserve_core/test_llm.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-oldest wild hf-conformance lint format bench clean distclean
