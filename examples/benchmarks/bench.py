@@ -2,6 +2,7 @@
 
     python examples/benchmarks/bench.py                      # CPU: the shipped checkpoint, float32
     python examples/benchmarks/bench.py --workloads single ragged16 --json out/bench.json
+    python examples/benchmarks/bench.py --device cuda        # random weights, 0.6B and 8B, floors
 
 Only the ratios of one run mean anything on a shared machine. The table counts tokens that requests
 asked for; what a padded batch computes beyond them does not count.
@@ -23,7 +24,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
-from workloads import CPU_WORKLOADS, Workload
+from workloads import CPU_WORKLOADS, GPU_WORKLOADS, Workload
 
 from langchain_llm import ChatNanoserve
 from nanoserve_core import LLM, Request, SamplingParams
@@ -183,21 +184,40 @@ def machine() -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "threads": str(torch.get_num_threads()),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "processor": platform.processor() or platform.machine(),
     }
 
 
 def main() -> None:
     """Run the chosen workloads, print the table, write JSON when asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = [*CPU_WORKLOADS, LANGCHAIN]
-    parser.add_argument("--model", default=str(TINY), help="directory of a Qwen3 checkpoint")
-    parser.add_argument("--workloads", nargs="+", choices=names, default=names)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--model", default=str(TINY), help="directory of a Qwen3 checkpoint (CPU)")
+    parser.add_argument("--model-sizes", nargs="+", default=["0.6B", "8B"], help="CUDA")
+    parser.add_argument("--workloads", nargs="+", choices=sorted({*names, *GPU_WORKLOADS}))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--budget", type=float, default=480.0, help="seconds (CUDA)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
 
     console = Console()
+    if arguments.device == "cuda":
+        figures = bench_card(console, arguments)
+    else:
+        arguments.workloads = [n for n in names if n in (arguments.workloads or names)]
+        figures = bench_cpu(console, arguments)
+    console.print(machine())
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps({"machine": machine(), "figures": figures}, indent=2))
+
+
+def bench_cpu(console: Console, arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """transformers and nanoserve, side by side; the figures for JSON."""
     transformers.utils.logging.set_verbosity_error()  # it warns at every call that has no EOS
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     found: list[Measurement] = []
@@ -209,11 +229,23 @@ def main() -> None:
     if LANGCHAIN in arguments.workloads:
         found += compare_langchain(arguments.model, arguments.repeats)
     console.print(table_of(found))
-    console.print(machine())
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        figures = [asdict(item) for item in found]
-        arguments.json.write_text(json.dumps({"machine": machine(), "figures": figures}, indent=2))
+    return [asdict(item) for item in found]
+
+
+def bench_card(console: Console, arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """The engine on a CUDA device against the floors; the figures for JSON."""
+    from bench_gpu import card_table, measure_card
+
+    rows = []
+    names = arguments.workloads or list(GPU_WORKLOADS)
+    for row in measure_card(
+        arguments.model_sizes, names, repeats=arguments.repeats, budget=arguments.budget
+    ):
+        rows.append(row)
+        console.print(f"[dim]{row.model_size} {row.workload}: {row.rate:,.0f} tokens/s")
+    console.print(f"{torch.cuda.get_device_name()}, temperature 0.6")
+    console.print(card_table(rows))
+    return [asdict(row) for row in rows]
 
 
 if __name__ == "__main__":

@@ -378,10 +378,11 @@ def requests_of(workload: Workload, temperature: float) -> list[Request]:
 
 def timed(function: Callable[[], object]) -> float:
     """Seconds, with the device idle before and after."""
-    torch.cuda.synchronize()
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
     start = time.perf_counter()
     function()
-    torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - start
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from nanoserve_adapters.testing import tiny_model
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
 
 
@@ -128,3 +130,34 @@ def test_overhead_of_a_call_is_printed_for_each_model_and_batch(
     assert header.split()[:3] == ["layers", "rows", "prepare"]
     assert [line.split()[:2] for line in lines] == [["1", "1"], ["1", "2"]]
     assert all(len(line.split()) == 8 for line in lines)
+
+
+def test_a_long_prompt_between_streams_is_timed_for_each_chunk_limit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--tiny", "--device", "cpu", "--prompt-len", "200", "--streams", "2"]
+
+    run(monkeypatch, "long_prompt_gpu.py", *options, "--visits", "4", "--chunks", "0", "32")
+
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split()[:2] == ["batched", "chunk"]
+    assert [line.split()[:2] for line in lines] == [["16384", "0"], ["16384", "32"]]
+
+
+def test_the_rows_of_the_card_are_measured_and_set_beside_their_targets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    bench, workloads = (
+        runpy.run_path(str(BENCHMARKS / f"{name}.py")) for name in ("bench_gpu", "workloads")
+    )
+    model = tiny_model(max_position_embeddings=512)
+    loads = {"b16": workloads["uniform"](3, 8, 5)}
+
+    rows = list(bench["measure_model"](model, "0.6B", loads, repeats=2, clock=bench["Clock"](60.0)))
+
+    assert [(row.workload, row.num_repeats) for row in rows] == [("first token", 9), ("b16", 2)]
+    assert rows[1].rate == pytest.approx(15 / rows[1].seconds)
+    table = bench["card_table"](rows)
+    assert table.row_count == 2
+    assert list(table.columns[7].cells) == ["-", "20,000"]
