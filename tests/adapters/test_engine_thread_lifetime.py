@@ -15,6 +15,7 @@ import pytest
 from nanoserve_adapters.engine_thread import EngineThread
 from nanoserve_adapters.testing import FakeEngine
 from nanoserve_core.errors import EngineDead, RequestFailed
+from tests.adapters.forked_child import in_forked_child
 from tests.adapters.support import (
     PATIENCE_SECONDS,
     endless_request,
@@ -160,32 +161,6 @@ def test_forked_child_is_told_and_the_parents_engine_goes_on() -> None:
         assert all(str(os.getpid()) in text and "fork" in text for _, text in said[:3])
         assert tokens_in(thread.stream(request := new_request())) == hashed_tokens(request)
         unread.close()
-
-
-def in_forked_child(*calls: Callable[[], object]) -> list[tuple[str, str]]:
-    """(type, text) of the exception that each call raises in a forked child."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        with os.fdopen(writer, "w") as pipe:
-            for call in calls:
-                error = outcome(call)
-                print(type(error).__name__.replace("NoneType", "None"), error, sep="\t", file=pipe)
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        lines = pipe.read().splitlines()
-    os.waitpid(pid, 0)
-    return [(kind, text) for kind, text in (line.split("\t") for line in lines)]
-
-
-def outcome(call: Callable[[], object]) -> Exception | None:
-    """What a call raises."""
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001 - the test looks at it
-        return error
-    return None
 
 
 AT_EXIT = """
