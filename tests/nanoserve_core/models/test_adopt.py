@@ -161,6 +161,44 @@ def test_storage_that_moved_is_adopted_anew() -> None:
     assert not adoption.refresh()
 
 
+def clip_gradients(model: Qwen3ForCausalLM) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def load_own_state(model: Qwen3ForCausalLM) -> None:
+    model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()})
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda model: model.to("cpu"),
+        lambda model: model.float(),
+        lambda model: model.share_memory(),
+        lambda model: model.resize_token_embeddings(250),
+        lambda model: copy.deepcopy(model),
+        clip_gradients,
+        load_own_state,
+    ],
+    ids=["to", "float", "share_memory", "resize", "deepcopy", "clip", "load_state_dict"],
+)
+def test_operation_leaves_fused_weights_shared(
+    operation: Callable[[Qwen3ForCausalLM], object],
+) -> None:
+    model = frozen(random_model())
+    adoption = Adoption(model)
+
+    operation(model)
+    adoption.refresh()
+
+    attention, qkv = model.model.layers[0].self_attn, adoption.weights.layers[0].qkv
+    assert isinstance(qkv, Linear)
+    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+    assert_is_made_of(qkv.weight, [each.weight for each in projections])
+    assert adoption.weights.embedding.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    adoption.close()
+
+
 def test_module_with_one_trainable_part_is_not_fused_at_the_next_adoption() -> None:
     model = frozen(random_model())
     adoption = Adoption(model)
