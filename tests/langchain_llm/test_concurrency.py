@@ -307,7 +307,8 @@ def test_batch_of_more_than_the_engine_holds_is_answered_in_order(
 
     door = make_fake("Hello.", config=EngineConfig(max_num_seqs=4))
 
-    answers = door.chat().batch(PROMPTS, return_exceptions=True)
+    with AdmissionGate(door.thread, 50):
+        answers = door.chat().batch(PROMPTS, return_exceptions=True)
 
     assert [answer.text for answer in answers] == ["Hello."] * 50
     assert door.thread.stats().peak_batch == 4
