@@ -5,6 +5,7 @@ What is read here was enqueued behind its own step, so that reading it waits for
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -72,12 +73,10 @@ class Outcomes:
         return self._buffers[self._next]
 
 
-class Launched:
-    """A step whose tokens are on their way; see `InFlight`."""
+class _Unread(ABC):
+    """A step that is launched; see `InFlight`."""
 
-    def __init__(self, tokens: HostInts, mark: Mark, order: IntArray | None) -> None:
-        self._tokens = tokens
-        self._order = order
+    def __init__(self, mark: Mark) -> None:
         self._mark = mark
         self._result: StepResult | None = None
 
@@ -94,21 +93,35 @@ class Launched:
         """See `InFlight`."""
         if self._result is None:
             self._mark.wait()
-            token_ids = self._tokens.astype(np.int64)
-            if self._order is not None:
-                token_ids[self._order] = self._tokens[: len(self._order)]
-            self._result = StepResult(
-                token_ids=token_ids,
-                logprobs=(None,) * len(token_ids),
-                errors={
-                    int(row): _no_token(token_ids[row]) for row in np.flatnonzero(token_ids < 0)
-                },
-            )
+            self._result = self._read()
         return self._result
 
+    @abstractmethod
+    def _read(self) -> StepResult:
+        """The result, once the mark is done."""
 
-class LaunchedByHost:
-    """A step of the host's sampler; see `InFlight`."""
+
+class Launched(_Unread):
+    """A step whose tokens are on their way."""
+
+    def __init__(self, tokens: HostInts, mark: Mark, order: IntArray | None) -> None:
+        super().__init__(mark)
+        self._tokens = tokens
+        self._order = order
+
+    def _read(self) -> StepResult:
+        token_ids = self._tokens.astype(np.int64)
+        if self._order is not None:
+            token_ids[self._order] = self._tokens[: len(self._order)]
+        return StepResult(
+            token_ids=token_ids,
+            logprobs=(None,) * len(token_ids),
+            errors={int(row): _no_token(token_ids[row]) for row in np.flatnonzero(token_ids < 0)},
+        )
+
+
+class LaunchedByHost(_Unread):
+    """A step of the host's sampler."""
 
     def __init__(
         self,
@@ -116,26 +129,9 @@ class LaunchedByHost:
         prompt_logprobs: dict[int, list[PositionLogprobs]],
         mark: Mark,
     ) -> None:
+        super().__init__(mark)
         self._output = output
         self._prompt_logprobs = prompt_logprobs
-        self._mark = mark
-        self._result: StepResult | None = None
-
-    @property
-    def is_read(self) -> bool:
-        """Whether `wait` has been called."""
-        return self._result is not None
-
-    def is_done(self) -> bool:
-        """See `InFlight`."""
-        return self._result is not None or self._mark.is_done()
-
-    def wait(self) -> StepResult:
-        """See `InFlight`."""
-        if self._result is None:
-            self._mark.wait()
-            self._result = self._read()
-        return self._result
 
     def _read(self) -> StepResult:
         output = self._output
