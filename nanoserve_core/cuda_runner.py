@@ -307,7 +307,8 @@ class CudaRunner(ModelRunner):
         """
         step = self._inputs.arrays(seqs)
         shape = self._prompt_inputs.shape_of(step.num_tokens, len(seqs))
-        is_long = step.num_tokens == self._max_num_tokens == seqs[0].end
+        # Alone and whole: the last chunk of one prompt beside others may fill a step as well.
+        is_long = len(seqs) == 1 and step.num_tokens == self._max_num_tokens == seqs[0].end
         self._prompt_inputs.send(step, shape)
         self._replay(StepPart(shape, is_long, then))
 

@@ -400,11 +400,10 @@ class Engine:
         logprobs = result.logprobs[done.row]
         row_logits, row_scores = result.logits.get(done.row), result.scores.get(done.row)
         has_token = done.token_id is not None
-        earlier = self._tokens.pop(sequence.sequence_id, ())
         self._deliver(
             state,
             sequence.index,
-            token_ids=(*earlier, done.token_id) if done.token_id is not None else (*earlier,),
+            token_ids=(done.token_id,) if done.token_id is not None else (),
             logprobs=(logprobs,) if has_token and logprobs is not None else None,
             prompt_logprobs=state.take_prompt_logprobs() if sequence.index == 0 else None,
             logits=(row_logits,) if has_token and row_logits is not None else (),
@@ -471,10 +470,13 @@ class Engine:
         state: RequestState,
         index: int,
         *,
+        token_ids: tuple[int, ...] = (),
         finish_reason: FinishReason | None = None,
         error: BaseException | None = None,
         **news: Any,  # Any: fields of StepOutput, checked by its constructor
     ) -> None:
+        """``token_ids`` come behind those of this visit that were not delivered yet."""
+        earlier = self._tokens.pop(state.sequences[index].sequence_id, ())
         now = time.monotonic()
         state.note_output(now, index, finish_reason)
         is_last = state.is_finished
@@ -483,6 +485,7 @@ class Engine:
             StepOutput(
                 request_id=state.request.request_id,
                 index=index,
+                token_ids=(*earlier, *token_ids),
                 finish_reason=finish_reason,
                 error=error,
                 request_finished=is_last,

@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve_core import Engine, EngineConfig, Request, SamplingParams
+from nanoserve_core.cuda_graphs import PlainCalls
 from nanoserve_core.errors import EngineClosed
 from nanoserve_core.model_runner import ModelRunner
 from nanoserve_core.plan import StepPlan
 from nanoserve_core.plugins import PluginManager
+from nanoserve_core.step_parts import StepPart
 from tests.nanoserve_core.automaton import Automaton, masked_greedy
 from tests.nanoserve_core.hand_made_plans import Driver
 from tests.nanoserve_core.host_device import cuda_runner_on_host
@@ -31,6 +33,8 @@ from tests.parity.test_engine_parity import (
 from tests.tiny_qwen3_models import EOS, SHAPES, VOCAB_SIZE, greedy_tokens, prompt_of, tiny_qwen3
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
     from nanoserve_core.request import StepOutput
 
 ROOMY: dict[str, Any] = {
@@ -389,3 +393,32 @@ def test_logits_without_a_token_fail_their_request_only() -> None:
 
         assert outputs[-1].finish_reason == "error"
         assert "no token can be drawn" in str(outputs[-1].error)
+
+
+class Noted(PlainCalls):
+    """Calls every function, and keeps the keys."""
+
+    def __init__(self) -> None:
+        self.keys: list[StepPart] = []
+
+    def run(self, key: Hashable, function: Callable[[], None]) -> None:
+        """Note and call."""
+        assert isinstance(key, StepPart), "what the runner captures"
+        self.keys.append(key)
+        function()
+
+
+def test_only_a_whole_prompt_that_is_alone_is_taken_for_one_long_prompt() -> None:
+    config = EngineConfig(**{**ROOMY, "max_num_batched_tokens": 16})
+    runner = cuda_runner_on_host(tiny_qwen3(), config)
+    noted = Noted()
+    runner._tools = replace(runner._tools, replays=noted)  # noqa: SLF001  # the only way in
+    driver = Driver(runner)
+    whole, begun, beside = (driver.add(prompt_of(n)) for n in (20, 16, 12))
+
+    driver.step({whole: 16})
+    driver.step({begun: 12})
+    driver.step({begun: 4, beside: 12})  # fills a step and ends where one ends, too
+
+    assert [key.is_special for key in noted.keys] == [True, False, False]
+    runner.close()

@@ -156,3 +156,34 @@ def test_an_engine_whose_device_runs_dry_commits_many_steps_at_a_visit(max_token
         assert [t for tokens in visits for t in tokens] == list(expected)
         assert max(map(len, visits)) == min(max_tokens - 2, 9)
         engine.check()
+
+
+def test_tokens_of_a_visit_in_which_the_request_fails_are_delivered_before_the_failure() -> None:
+    config = EngineConfig(block_size=4, num_kvcache_blocks=60, max_model_len=64, max_num_seqs=4)
+    plugins = PluginManager()
+    runner = BurstRunner(ModelRunner.create(tiny_qwen3(), config, plugins))
+    engine = Engine.from_runner(runner, config, plugins)  # type: ignore[arg-type]  # its shape
+
+    def fail_at_the_fifth(_index: int, token_ids: list[int]) -> bool:
+        if len(token_ids) == 5:
+            raise ValueError("the fifth")
+        return False
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    request = Request(
+        request_id="a",
+        prompt_token_ids=prompt_of(9),
+        sampling=sampling,
+        should_stop=fail_at_the_fifth,
+    )
+
+    with engine:
+        engine.add_request(request)
+        outputs = []
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+
+        tokens = [t for output in outputs for t in output.token_ids]
+        assert tokens == list(greedy_tokens("gqa", prompt_of(9), 4, ignore_eos=True))
+        assert [output.finish_reason for output in outputs][-1] == "error"
+        assert str(outputs[-1].error) == "the fifth"
